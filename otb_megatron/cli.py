@@ -1,0 +1,200 @@
+"""The command `otb-megatron`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from otb_megatron import __version__
+from otb_megatron.config import Config, load
+from otb_megatron.types import UserError
+
+_USER_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
+_GRACE_S = 3.0  # a rank that has nothing to say ends this much later, so that the launcher does not end the one that has
+
+_OVERRIDES = "overrides are dotted: rollout.n=4 algorithm.advantage=grpo optimizer.lr=1e-5; every key is described in docs/configuration.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, or 2 for what the user can mend (one message, no traceback), or 1."""
+    options = _parser().parse_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    warnings.showwarning = _show_own_warnings if rank == 0 else lambda *_: None  # type: ignore[assignment]
+    try:
+        options.run(options)
+        return 0
+    except UserError as error:
+        if options.traceback:
+            traceback.print_exc()
+        elif rank == 0 or not _someone_else_tells(error):
+            print(f"{'' if rank == 0 else f'rank {rank}: '}error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(_GRACE_S)
+        return _USER_ERROR
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return _FAILURE
+
+
+def _show_own_warnings(message: Warning | str, category: type[Warning], filename: str, *_: object) -> None:
+    """A line for what this package warns of. Libraries warn of what they miss at every import; that is for their developers."""
+    if Path(__file__).parent in Path(filename).parents:
+        print(f"warning: {message}", file=sys.stderr)
+
+
+def _someone_else_tells(error: UserError) -> bool:
+    """Whether rank 0, or another rank that failed first, reports this error: it fails every rank alike until the process group stands."""
+    import torch.distributed as dist
+
+    from otb_megatron.trainer.driver import FailedElsewhere
+
+    return isinstance(error, FailedElsewhere) or not dist.is_initialized()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="otb-megatron", description="LLM reinforcement learning on Megatron-Core, vLLM and Ray with the Optimal Token Baseline.")
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from, for a bug report")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=epilog)
+        added.set_defaults(run=run)
+        return added
+
+    def takes_config(added: argparse.ArgumentParser) -> None:
+        added.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
+        added.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace those of the file")
+
+    takes_config(command("train", _train, "reinforcement learning; one rank, as torchrun or `launch` starts it, or alone", _OVERRIDES))
+    takes_config(command("sft", _sft, "supervised fine-tuning on demonstrations, through the same training step", _OVERRIDES))
+
+    launch = command("launch", _launch, "start the ranks of `train` or `sft` on this node (torchrun's machinery, one message on failure)", _OVERRIDES)
+    launch.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node (default: 1)")
+    launch.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes of the run (default: 1)")
+    launch.add_argument("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0")
+    launch.add_argument("--rdzv-endpoint", default="localhost:0", metavar="HOST:PORT", help="where the nodes meet; needed with more than one")
+    launch.add_argument("task", choices=("train", "sft"), help="what every rank runs")
+    takes_config(launch)
+
+    evaluate = command("eval", _eval, "accuracy of a Hugging Face model on data.validation, answered greedily by vLLM", _OVERRIDES)
+    evaluate.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="Hugging Face model directory, e.g. a run's export/")
+    takes_config(evaluate)
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
+
+    convert = command("convert", _convert, "training checkpoint to Hugging Face, and the check that both compute the same")
+    convert.add_argument("action", choices=("export", "verify"), help="export: write the model directory; verify: compare it with the checkpoint, token by token")
+    takes_config(convert)
+    convert.add_argument("--checkpoint", type=Path, metavar="DIR", help="a step_* directory (default: the latest of trainer.output_dir)")
+    convert.add_argument("--model-dir", type=Path, metavar="DIR", help="the Hugging Face directory (default: export/ in trainer.output_dir)")
+
+    takes_config(command("plan", _plan, "what a run would do: layout of the ranks, sizes, memory; starts nothing", _OVERRIDES))
+    commands.choices["plan"].add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the run (default: 1)")
+    command("doctor", _doctor, "what this machine has of what a run needs; add it to a bug report")
+    report = command("report", _report, "write report.html, the curves of a run as one page")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's trainer.output_dir")
+    return parser
+
+
+def _load(options: argparse.Namespace) -> Config:
+    return load(options.config, options.overrides)
+
+
+def _train(options: argparse.Namespace) -> None:
+    _run(_load(options), "train")
+
+
+def _sft(options: argparse.Namespace) -> None:
+    _run(_load(options), "sft")
+
+
+def _run(config: Config, task: str) -> None:
+    from otb_megatron.trainer.main import run
+
+    run(config, task)  # type: ignore[arg-type]
+
+
+def _launch(options: argparse.Namespace) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _load(options)  # a mistake in the file should not cost the start of every rank
+    one_node = options.nnodes == 1
+    settings = LaunchConfig(
+        min_nodes=options.nnodes,
+        max_nodes=options.nnodes,
+        nproc_per_node=options.nproc_per_node,
+        run_id="otb-megatron",
+        rdzv_backend="c10d" if one_node else "static",
+        rdzv_endpoint=options.rdzv_endpoint,
+        rdzv_configs={} if one_node else {"rank": options.node_rank},
+        max_restarts=0,
+    )
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        _quiet(name)
+    program = ["-m", "otb_megatron.cli", *(["--traceback"] if options.traceback else []), options.task, str(options.config), *options.overrides]
+    try:
+        elastic_launch(settings, sys.executable)(*program)
+    except ChildFailedError as error:
+        raise SystemExit(max(failure.exitcode for failure in error.failures.values()) if error.failures else _FAILURE) from None
+
+
+def _quiet(logger: str) -> None:
+    import logging
+
+    logging.getLogger(logger).setLevel(logging.CRITICAL)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    from otb_megatron.trainer.evaluate import evaluate
+
+    config = load(options.config, [*options.overrides, f"model.path={options.model_dir}"])
+    result = evaluate(config)
+    for name, value in result.items():
+        print(f"{name}  {value:.4f}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from otb_megatron.trainer.conversion import export, verify
+
+    config = _load(options)
+    model_dir = options.model_dir or config.trainer.output_dir / "export"
+    if options.action == "export":
+        export(config, options.checkpoint, model_dir)
+        print(f"wrote {model_dir}")
+    else:
+        difference = verify(config, options.checkpoint, model_dir)
+        print(f"largest difference of a log-prob between the checkpoint and {model_dir} in transformers: {difference:.2e}")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from otb_megatron.trainer.plan import describe
+
+    print(describe(_load(options), options.world_size))
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from otb_megatron.trainer.doctor import examine
+
+    print(examine())
+
+
+def _report(options: argparse.Namespace) -> None:
+    from otb_megatron.telemetry.report import write_report
+
+    print(write_report(options.run_dir))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

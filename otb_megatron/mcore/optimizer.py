@@ -1,0 +1,95 @@
+"""Megatron-Core's DistributedDataParallel, Adam and learning-rate schedule around a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+
+from otb_megatron.config import Config
+from otb_megatron.mcore.model import Model
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What the training step needs to turn gradients into weights."""
+
+    chunks: list[DistributedDataParallel]
+    megatron: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+    @property
+    def learning_rate(self) -> float:
+        rate = get_canonical_lr_for_logging(self.megatron.param_groups)
+        assert rate is not None
+        return rate
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self) -> float:
+        """One update with gradient clipping; the schedule advances by one optimizer step. Returns the global gradient norm before clipping."""
+        succeeded, grad_norm, _ = self.megatron.step()
+        if not succeeded:
+            raise FloatingPointError("the optimizer skipped a step because a gradient is not finite")
+        self.schedule.step(1)
+        return float(grad_norm)
+
+
+def build_optimizer(model: Model, config: Config) -> Optimizer:
+    """Wraps the model for training. Gradients are summed over ranks; the step divides once, by global counts."""
+    settings, groups = config.optimizer, model.parallel.groups
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=settings.use_distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        check_for_nan_in_grad=True,
+    )
+    # Only the first chunk's gradients come in bucket order; Megatron's own loop turns bucketing off for the others too.
+    chunks = [
+        DistributedDataParallel(model.config, ddp, chunk, disable_bucketing=number > 0, pg_collection=groups)
+        for number, chunk in enumerate(model.wrapped_chunks())
+    ]
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_eps,
+            clip_grad=settings.clip_grad,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=settings.use_distributed_optimizer,
+        ),
+        chunks,
+        use_gloo_process_groups=torch.cuda.is_available(),
+        pg_collection=groups,
+    )
+    num_steps = settings.lr_decay_steps or config.trainer.num_steps * config.algorithm.optimizer_steps_per_rollout
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if settings.lr_warmup_steps else settings.lr,
+        max_lr=settings.lr,
+        min_lr=min(settings.min_lr, settings.lr),
+        lr_warmup_steps=settings.lr_warmup_steps,
+        lr_decay_steps=num_steps,
+        lr_decay_style=settings.lr_decay_style,
+        # Its step() is also the only place where Megatron turns weight decay off for norms and biases.
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=num_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.grad_scale_func = optimizer.scale_loss
+    return Optimizer(chunks, optimizer, schedule)

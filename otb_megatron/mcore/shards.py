@@ -1,0 +1,160 @@
+"""Weights between Hugging Face names and this rank's Megatron parameters, in any parallel layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from otb_megatron.mcore.model import Model
+from otb_megatron.types import UserError
+from otb_megatron.weights.architectures import Rule
+from otb_megatron.weights.files import Checkpoint
+
+# Transformer Engine's layers fuse norms into the linear layer behind them and number the experts of a grouped GEMM in the parameter's name.
+_TRANSFORMER_ENGINE_NAMES = (
+    (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
+    (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
+    (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$", r"mlp.experts.local_experts.\2.\1.weight"),
+)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One rank's part of a parameter, as the other ranks need to know it."""
+
+    index: int
+    count: int
+    shape: tuple[int, ...]
+
+
+def load_weights(model: Model, checkpoint: Checkpoint) -> None:
+    """Fills this rank's parameters from a Hugging Face checkpoint, reading only the tensors it needs.
+
+    Raises:
+        UserError: all missing, unused and wrongly shaped tensors of the whole model at once, on every rank alike.
+    """
+    rules = model.hf.rules(model.padded_vocab_size)
+    expected = {name for rule in rules for name in rule.hf}
+    unused = {name for name in checkpoint.names - expected if not name.endswith("rotary_emb.inv_freq")}
+    if model.hf.tied:
+        unused.discard("lm_head.weight")  # some checkpoints store the tied copy; it is the embedding
+    faults = [f"missing: {name}" for name in sorted(expected - checkpoint.names)] + [f"no parameter for: {name}" for name in sorted(unused)]
+    if faults:
+        raise _weight_error(checkpoint, faults)
+    by_name = {rule.megatron: rule for rule in rules}
+    for name, parameter in _parameters(model).items():
+        rule = by_name[name]
+        try:
+            full = rule.layout.to_megatron([checkpoint.get(part) for part in rule.hf])
+            shard = rule.layout.shard(full, *_shard_place(model, rule))
+        except (RuntimeError, ValueError) as error:
+            faults.append(f"{' + '.join(rule.hf)}: shapes {[tuple(checkpoint.get(part).shape) for part in rule.hf]} do not join into {name} ({error})")
+            continue
+        if shard.shape != parameter.shape:
+            shapes = [tuple(checkpoint.get(part).shape) for part in rule.hf]
+            faults.append(f"{' + '.join(rule.hf)}: shapes {shapes} give {tuple(shard.shape)} for {name}, which is {tuple(parameter.shape)}")
+            continue
+        with torch.no_grad():
+            parameter.copy_(shard)
+    if faults:
+        raise _weight_error(checkpoint, faults)
+
+
+def _weight_error(checkpoint: Checkpoint, faults: list[str]) -> UserError:
+    shown = "\n".join(f"  {fault}" for fault in faults[:20]) + (f"\n  ... and {len(faults) - 20} more" if len(faults) > 20 else "")
+    return UserError(f"the weights in {checkpoint.directory} do not fit its config.json:\n{shown}\nnothing was loaded; download or export the model again")
+
+
+class FullWeights:
+    """The policy's weights under Hugging Face names, whole, streamed to rank 0 tensor by tensor.
+
+    Building one is collective over the world; so is each pass over `tensors()`, which every rank must exhaust.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._parameters = _parameters(model)
+        self._rules = model.hf.rules(model.padded_vocab_size)
+        self._parallel = model.parallel
+        self.dtype = model.config.params_dtype
+        places = {}
+        for name, parameter in self._parameters.items():
+            rule = next(rule for rule in self._rules if rule.megatron == name)
+            count, index = _shard_place(model, rule)
+            places[name] = _Shard(index, count, tuple(parameter.shape))
+        everyone: list[dict[str, _Shard]] = [{}] * self._parallel.world_size
+        dist.all_gather_object(everyone, places, group=self._parallel.control)
+        # For each parameter and shard the first rank that holds it sends; replicas stay silent.
+        self._senders: dict[str, dict[int, tuple[int, _Shard]]] = {}
+        for rank, held in enumerate(everyone):
+            for name, shard in held.items():
+                self._senders.setdefault(name, {}).setdefault(shard.index, (rank, shard))
+        for rule in self._rules:
+            senders = self._senders.get(rule.megatron, {})
+            count = next(iter(senders.values()))[1].count if senders else 0
+            if len(senders) != max(count, 1):
+                raise RuntimeError(f"{rule.megatron}: the ranks hold shards {sorted(senders)} of {count}")
+
+    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, dtype and full shape of every tensor in the order of `tensors()`. On rank 0; not collective."""
+        described = []
+        for rule in self._rules:
+            shards = [torch.empty(shard.shape, device="meta") for _, (_, shard) in sorted(self._senders[rule.megatron].items())]
+            parts = rule.layout.to_hf(rule.layout.unshard(shards))
+            described += [(name, self.dtype, tuple(part.shape)) for name, part in zip(rule.hf, parts, strict=True)]
+        return described
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every tensor on rank 0; on other ranks it yields nothing and takes part."""
+        for rule in self._rules:
+            shards = []
+            for _, (sender, shard) in sorted(self._senders[rule.megatron].items()):
+                own = self._parallel.rank == sender
+                if own and not self._parallel.is_driver:
+                    dist.send(self._parameters[rule.megatron].detach().contiguous(), dst=0)
+                elif self._parallel.is_driver:
+                    shards.append(self._parameters[rule.megatron].detach() if own else self._receive(shard, sender))
+            if self._parallel.is_driver:
+                yield from zip(rule.hf, rule.layout.to_hf(rule.layout.unshard(shards)), strict=True)
+
+    def _receive(self, shard: _Shard, sender: int) -> Tensor:
+        received = torch.empty(shard.shape, dtype=self.dtype, device=self._parallel.device)
+        dist.recv(received, src=sender)
+        return received
+
+
+def _parameters(model: Model) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters under global names. The last stage's copy of a tied embedding goes by the embedding's name."""
+    named = {}
+    for chunk in model.chunks:
+        for local_name, parameter in chunk.named_parameters():
+            name = _global_name(local_name, chunk, model)
+            if name == "output_layer.weight" and model.hf.tied:
+                name = "embedding.word_embeddings.weight"
+            named[name] = parameter
+    return named
+
+
+def _global_name(name: str, chunk: torch.nn.Module, model: Model) -> str:
+    """Layers and experts numbered over the whole model instead of within this rank."""
+    for pattern, replacement in _TRANSFORMER_ENGINE_NAMES:
+        name = re.sub(pattern, replacement, name)
+    if match := re.match(r"decoder\.layers\.(\d+)\.", name):
+        name = f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.{name[match.end() :]}"  # type: ignore[union-attr, index]
+    if match := re.search(r"\.local_experts\.(\d+)\.", name):
+        groups = model.parallel.groups
+        first = groups.ep.rank() * (model.config.num_moe_experts // groups.ep.size())  # type: ignore[operator]
+        name = f"{name[: match.start()]}.local_experts.{first + int(match[1])}.{name[match.end() :]}"
+    return name
+
+
+def _shard_place(model: Model, rule: Rule) -> tuple[int, int]:
+    """(number of shards, this rank's shard) of a parameter."""
+    if rule.layout.dim is None:
+        return 1, 0
+    group = model.parallel.groups.expt_tp if rule.group == "expert" else model.parallel.groups.tp
+    return group.size(), group.rank()

@@ -1,0 +1,190 @@
+"""The statistics pass and the training step through Megatron-Core's pipeline schedules.
+
+This is the one place that scales the loss. Per-action losses are summed under weights that the driver computed from global
+counts before the first backward pass, Megatron sums gradients over ranks and microbatches, and divides once by the number of
+actions of the whole optimizer step. The gradient therefore does not depend on microbatching, packing, DP, CP or PP.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from otb_megatron.algorithms import LOSSES, kl_estimate
+from otb_megatron.config import Config
+from otb_megatron.mcore.attention import PackedSequences
+from otb_megatron.mcore.head import Head, as_statistics, statistics_output
+from otb_megatron.mcore.model import Model
+from otb_megatron.mcore.optimizer import Optimizer
+from otb_megatron.telemetry.metrics import Metrics
+from otb_megatron.types import LossInputs, Microbatch, PolicyStatistics
+
+
+@dataclass(frozen=True)
+class LocalStatistics:
+    """Statistics of the actions whose predictions were made on this rank."""
+
+    action_index: Tensor  # int64 [local actions], place in the step's [actions] arrays
+    statistics: PolicyStatistics  # [local actions], on the CPU
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What an optimizer step minimises: loss - entropy_coef * entropy + kl_coef * KL(policy, reference), per action."""
+
+    loss: str  # a name of LOSSES
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, config: Config) -> Objective:
+        algorithm = config.algorithm
+        return cls(
+            algorithm.loss, algorithm.loss_options, algorithm.entropy_coef, algorithm.kl_coef, algorithm.kl_estimator, config.rollout.temperature
+        )
+
+
+def statistics(model: Model, chunks: list[torch.nn.Module], microbatches: list[Microbatch], temperature: float) -> list[LocalStatistics]:
+    """Log-prob, entropy and rest of every action, without gradients. Collective over the ranks of each model replica.
+
+    Returns:
+        One entry a microbatch where this rank holds the output layer and is the first of its tensor-parallel group; nothing elsewhere.
+    """
+
+    def forward(iterator: Iterator[tuple[Microbatch, None]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        microbatch, _ = next(iterator)
+        output, head = _forward(model, chunk, microbatch, temperature, entropy_grad=False)
+
+        def collect(output: Tensor, non_loss_data: bool = True) -> LocalStatistics:
+            return LocalStatistics(microbatch.action_index[head.index.cpu()], as_statistics(output.cpu()))
+
+        return output, collect
+
+    with torch.no_grad():
+        collected = _run_schedule(model, chunks, forward, [(microbatch, None) for microbatch in microbatches], forward_only=True)
+    return collected if model.parallel.is_last_stage and model.parallel.tp_rank == 0 else []
+
+
+def train_step(
+    model: Model, optimizer: Optimizer, batches: list[tuple[Microbatch, LossInputs]], *, num_actions: int, objective: Objective
+) -> Metrics:
+    """One optimizer step. Collective over the world.
+
+    Args:
+        batches: this replica's microbatches with their loss inputs; the same number on every replica.
+        num_actions: actions of the optimizer step over all replicas. With 0 nothing moves: no weight, no moment, no schedule.
+        objective: what to minimise.
+
+    Returns:
+        This rank's share of the metrics; merge them over ranks.
+    """
+    metrics = Metrics()
+    if num_actions == 0:
+        return metrics
+
+    def forward(iterator: Iterator[tuple[Microbatch, LossInputs]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        microbatch, inputs = next(iterator)
+        output, head = _forward(model, chunk, microbatch, objective.temperature, entropy_grad=objective.entropy_coef > 0)
+        return output, partial(_loss, inputs=_select(inputs, head.index), offsets=microbatch.action_offsets, num_actions=num_actions, objective=objective)
+
+    optimizer.zero_grad()
+    collected = _run_schedule(model, optimizer.chunks, forward, batches, forward_only=False)
+    grad_norm = optimizer.step()
+    if model.parallel.is_last_stage and model.parallel.tp_rank == 0:
+        for sums in collected:
+            count = float(sums.pop("num_actions"))
+            for name, total in sums.items():
+                metrics.sum(name, float(total)) if name.startswith("loss/") else metrics.mean(name, float(total), count)
+    if model.parallel.is_driver:
+        metrics.mean("optimizer/grad_norm", grad_norm, 1)
+        metrics.mean("optimizer/lr", optimizer.learning_rate, 1)
+    return metrics
+
+
+def _loss(output: Tensor, *, inputs: LossInputs, offsets: Tensor, num_actions: int, objective: Objective) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron's loss function: (sum to differentiate, actions it stands for, detached sums for the metrics)."""
+    policy = as_statistics(output)
+    loss = LOSSES[objective.loss]
+    needs_offsets = {"offsets": offsets} if "offsets" in loss.required else {}
+    terms = loss.function(policy.log_prob, inputs.old_log_prob, inputs.advantages, **needs_offsets, **objective.loss_options)
+    per_action = terms.loss if inputs.correction is None else terms.loss * inputs.correction
+    sums = {"loss/policy": per_action}
+    total = per_action
+    if objective.entropy_coef:
+        total = total - objective.entropy_coef * policy.entropy
+    if inputs.reference_log_prob is not None:
+        kl = kl_estimate(policy.log_prob, inputs.reference_log_prob, objective.kl_estimator)
+        sums["loss/kl"] = kl
+        total = total + objective.kl_coef * kl
+    sums["loss/total"] = total
+    reduced = {name: (value.detach() * inputs.weight).sum() for name, value in sums.items()}
+    reduced |= {f"policy/{name}": value.detach().sum() for name, value in terms.metrics.items()}
+    count = torch.tensor(inputs.weight.numel(), dtype=torch.int, device=output.device)
+    return (total * inputs.weight).sum() * num_actions, count, reduced | {"num_actions": count}
+
+
+def _forward(model: Model, chunk: torch.nn.Module, microbatch: Microbatch, temperature: float, *, entropy_grad: bool) -> tuple[Tensor, Head]:
+    """Runs one model chunk on one microbatch; on the last stage the output is `statistics_output`'s."""
+    parallel, device = model.parallel, model.parallel.device
+    pack = PackedSequences.of(microbatch, parallel.cp_size, parallel.cp_rank, device)
+    head = Head.of(
+        microbatch, parallel.groups, vocab_size=model.hf.vocab_size, temperature=temperature, entropy_grad=entropy_grad, device=device
+    )
+    tokens, positions = (rows[pack.local_rows][None].to(device) for rows in (microbatch.tokens, microbatch.position_ids))
+    output = chunk(tokens, positions, None, packed_seq_params=pack, output_processor=statistics_output, output_processor_context=head)
+    return output, head
+
+
+def _run_schedule(model: Model, chunks: list[Any], forward: Any, batches: list[Any], *, forward_only: bool) -> list[Any]:
+    run = get_forward_backward_func(pp_size=model.parallel.groups.pp.size(), vp_size=model.parallel.virtual_stages)
+    iterators = [iter(batches) for _ in chunks]
+    return run(
+        forward_step_func=forward,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks,
+        num_microbatches=len(batches),
+        seq_length=batches[0][0].tokens.numel(),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _select(inputs: LossInputs, index: Tensor) -> LossInputs:
+    """The loss inputs of this rank's actions, on its device."""
+    fields = {name: value if value is None else value.to(index.device)[index] for name, value in vars(inputs).items()}
+    return LossInputs(**fields)
+
+
+class ReferenceWeights:
+    """A frozen copy of the policy's weights in host memory, swapped in to score the reference and out again."""
+
+    def __init__(self, model: Model) -> None:
+        self._parameters = list(itertools.chain.from_iterable(chunk.parameters() for chunk in model.chunks))
+        self._frozen = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block the model computes with the frozen weights."""
+        current = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+        try:
+            self._fill(self._frozen)
+            yield
+        finally:
+            self._fill(current)
+
+    @torch.no_grad()
+    def _fill(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value)

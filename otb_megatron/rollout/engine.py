@@ -1,0 +1,110 @@
+"""One vLLM engine, as the class of a Ray actor."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from otb_megatron.types import UserError
+
+TORCHRUN_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One response as vLLM gave it, not yet checked."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: str | None
+    weight_versions: tuple[str, ...]  # one for each stretch of tokens sampled by one set of weights
+
+
+class Engine:
+    """Samples from one copy of the policy. vLLM patches torch in its process, so nothing of the trainer ever runs there.
+
+    The constructor does nothing: an exception of an actor's constructor reaches the caller as text only.
+    """
+
+    def start(self, arguments: dict[str, Any]) -> None:
+        """Loads the model. `arguments` are those of vLLM's engine."""
+        # A Ray node started by a rank of torchrun hands torchrun's environment down, and torch would look for
+        # torchrun's own store when vLLM opens its groups.
+        for name in [*TORCHRUN_VARIABLES, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
+            os.environ.pop(name, None)
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+
+        check_known(arguments, {field.name for field in dataclasses.fields(EngineArgs)})
+        self._llm = LLM(**arguments)
+
+    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int] | None, sampling: dict[str, Any]) -> list[list[Completion]]:
+        """Samples for each prompt.
+
+        Args:
+            prompts: token ids.
+            seeds: one a prompt, or None for the engine's own random state.
+            sampling: arguments of vLLM's SamplingParams.
+        """
+        from vllm import SamplingParams
+
+        # logprobs=0 is the sampled token's log-prob and no other.
+        parameters = [SamplingParams(**sampling, seed=seed, logprobs=0, detokenize=False) for seed in seeds or [None] * len(prompts)]
+        outputs = self._llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False)
+        return [[_completion(output) for output in request.outputs] for request in outputs]
+
+    def connect(self, connection: dict[str, Any]) -> None:
+        """Joins the transfer group; returns once all have joined."""
+        self._llm.init_weight_transfer_engine({"init_info": connection})
+
+    def receive_weights(self, delivery: dict[str, Any]) -> None:
+        """Takes a whole update. It is not used before `finish_weights`."""
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": delivery})
+
+    def finish_weights(self, version: int) -> None:
+        """Switches to the weights received last."""
+        self._llm.finish_weight_update(str(version))
+        # vLLM keeps the key-value cache of prompts it has seen; those entries were computed with the old weights.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache, so responses would mix old and new weights")
+
+    def name_weights(self, version: int) -> None:
+        """Gives the weights loaded from the checkpoint their version."""
+        self._llm.update_weight_version(str(version))
+
+    def close(self) -> None:
+        """Stops vLLM's worker processes and frees their shared memory, which outlives a killed actor."""
+        if hasattr(self, "_llm"):
+            self._llm.llm_engine.engine_core.shutdown()
+
+
+def check_known(arguments: dict[str, Any], known: set[str]) -> None:
+    """Raises UserError for names that are no arguments of this vLLM's engine."""
+    lines = []
+    for name in sorted(arguments.keys() - known):
+        near = difflib.get_close_matches(name, known, n=1)
+        lines.append(f"rollout.vllm.{name}: vLLM's engine has no such argument" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def _completion(output: Any) -> Completion:
+    log_probs = tuple(position[token].logprob for token, position in zip(output.token_ids, output.logprobs or (), strict=False))
+    versions = tuple(span.version for span in output.weight_versions or ())
+    return Completion(tuple(output.token_ids), log_probs, output.finish_reason, versions)

@@ -1,0 +1,138 @@
+"""The sending end of a weight transfer, in the trainer's rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, TCPStore, Work
+
+from otb_megatron.rollout.calls import Deadline, raise_failures, wait_for_all
+from otb_megatron.rollout.transfer import TensorMetadata, broadcast, buckets, open_group, open_store
+
+
+class WeightSender:
+    """Streams whole updates to every worker of every engine at once.
+
+    A transfer that fails leaves the engines without a whole set of weights and the group closed; the next `send` opens
+    a new one.
+    """
+
+    def __init__(self, engines: Mapping[str, Any], *, workers_per_engine: int, bucket_bytes: int, timeout_s: float, device: torch.device):
+        self._engines = engines
+        self._workers_per_engine = workers_per_engine
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._device = device
+        self._store: TCPStore | None = None
+        self._group: ProcessGroup | None = None
+
+    def send(self, metadata: Sequence[TensorMetadata], tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Sends one update and returns when every engine samples from it.
+
+        Args:
+            metadata: every tensor of the model in the order of sending, with names of the Hugging Face checkpoint.
+            tensors: their names and values, on any device.
+            version: the engines' name for the new weights.
+
+        Raises:
+            ValueError: `tensors` differs from `metadata`, or a name comes twice.
+            UserError, RuntimeError: as `wait_for_all`.
+        """
+        if twice := [name for name, count in Counter(tensor.name for tensor in metadata).items() if count > 1]:
+            raise ValueError(f"tensors to send more than once: {', '.join(twice)}")
+        deadline = Deadline(self._timeout_s, "rollout.weight_transfer_timeout_s")
+        try:
+            if self._group is None:
+                self._connect(deadline)
+            delivery = {
+                "names": [tensor.name for tensor in metadata],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in metadata],
+                "shapes": [list(tensor.shape) for tensor in metadata],
+            }
+            receipts = self._call("receive_weights", delivery)
+            self._stream(metadata, tensors, receipts, deadline)
+            wait_for_all(receipts, deadline, "taking new weights")
+            wait_for_all(self._call("finish_weights", version), deadline, "switching to new weights")
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def disconnect(self) -> None:
+        """Closes the group. A receiver that waits for a tensor gets an error at once, not after the deadline."""
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._store = None
+
+    def _connect(self, deadline: Deadline) -> None:
+        address = ray.util.get_node_ip_address()
+        world_size = 1 + len(self._engines) * self._workers_per_engine
+        self._store = open_store(address, 0, is_sender=True, timeout_s=self._timeout_s)
+        connection = {
+            "address": address,
+            "port": self._store.port,
+            "world_size": world_size,
+            "bucket_bytes": self._bucket_bytes,
+            "timeout_s": self._timeout_s,
+        }
+        offsets = first_ranks(len(self._engines), self._workers_per_engine)
+        calls = {name: engine.connect.remote(connection | {"first_rank": rank}) for (name, engine), rank in zip(self._engines.items(), offsets, strict=True)}
+        try:
+            self._group = open_group(self._store, 0, world_size, self._device, self._timeout_s)
+        except Exception:
+            raise_failures(calls, "joining the weight transfer")
+            raise
+        wait_for_all(calls, deadline, "joining the weight transfer")
+
+    def _stream(self, metadata: Sequence[TensorMetadata], tensors: Iterator[tuple[str, Tensor]], receipts: Mapping[str, Any], deadline: Deadline) -> None:
+        """Broadcasts bucket after bucket; the next one is gathered while the last one travels."""
+        travelling: Work | None = None
+        for bucket in buckets(metadata, self._bucket_bytes):
+            flat = _fill(bucket, tensors, self._device)
+            if travelling is not None:
+                self._arrive(travelling, receipts, deadline)
+            travelling = broadcast(self._group, flat)
+        if travelling is not None:
+            self._arrive(travelling, receipts, deadline)
+        if (extra := next(tensors, None)) is not None:
+            raise ValueError(f"tensor {extra[0]} is not in the metadata of the update")
+
+    def _arrive(self, work: Work, receipts: Mapping[str, Any], deadline: Deadline) -> None:
+        """Waits for a broadcast, and for the failure of a receiver, which would leave it waiting for ever."""
+        next_check = time.monotonic() + 0.1
+        while not work.is_completed():
+            time.sleep(0.0002)
+            if time.monotonic() >= next_check:
+                raise_failures(receipts, "taking new weights")
+                next_check = time.monotonic() + 0.1
+            if deadline.remaining_s == 0:
+                wait_for_all(receipts, deadline, "taking new weights")
+        work.wait()
+
+    def _call(self, method: str, argument: Any) -> dict[str, Any]:
+        return {name: getattr(engine, method).remote(argument) for name, engine in self._engines.items()}
+
+
+def first_ranks(num_engines: int, workers_per_engine: int) -> list[int]:
+    """Rank in the transfer group of each engine's first worker; rank 0 is the sender."""
+    return [1 + index * workers_per_engine for index in range(num_engines)]
+
+
+def _fill(bucket: Sequence[TensorMetadata], tensors: Iterator[tuple[str, Tensor]], device: torch.device) -> Tensor:
+    """The next tensors as one flat tensor on `device`; raises ValueError where one is not what `bucket` announces."""
+    parts = []
+    for expected in bucket:
+        name, tensor = next(tensors, (None, None))
+        if tensor is None:
+            raise ValueError(f"the tensors to send end before {expected.name}")
+        if (name, tensor.dtype, tuple(tensor.shape)) != (expected.name, expected.dtype, expected.shape):
+            raise ValueError(
+                f"tensor to send: {name} {tensor.dtype} {list(tensor.shape)}, but its metadata says {expected.name} {expected.dtype} {list(expected.shape)}"
+            )
+        parts.append(tensor.detach().reshape(-1).to(device))
+    return torch.cat(parts)

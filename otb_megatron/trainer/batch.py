@@ -1,0 +1,112 @@
+"""One step's samples on their way: from the driver to every rank as microbatches, statistics back, loss inputs out again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otb_megatron.config import Config
+from otb_megatron.data.packing import build_microbatch, padded_length, schedule
+from otb_megatron.mcore.parallel import Parallel
+from otb_megatron.mcore.step import LocalStatistics
+from otb_megatron.trainer.driver import Driver
+from otb_megatron.types import LossInputs, Microbatch, PolicyStatistics, Trajectories
+
+
+PAD_TOKEN_ID = 0  # any id of the vocabulary: nothing attends to padding and nothing is predicted from it
+
+
+@dataclass(frozen=True)
+class Part:
+    """The samples of one optimizer step, as the driver sees them."""
+
+    samples: Tensor  # int64 [samples of the part], ascending, into the Trajectories
+    actions: Tensor  # int64 [actions of the part], ascending, into the [actions] arrays
+    offsets: Tensor  # int64 [samples of the part + 1], of those actions
+    microbatches: list[list[Microbatch]]  # [replica][microbatch]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's samples as one rank sees them."""
+
+    microbatches: list[list[Microbatch]]  # [part][microbatch], of this rank's model replica
+    num_actions: list[int]  # [part], over all replicas
+    parts: list[Part]  # on the driver; empty elsewhere
+    trajectories: Trajectories | None  # on the driver; None elsewhere
+
+
+def distribute(trajectories: Trajectories | None, config: Config, parallel: Parallel, driver: Driver) -> Batch:
+    """Cuts the samples into one part per optimizer step, packs each part for the whole world and sends every replica its microbatches.
+
+    Collective. The driver passes the samples, the others None.
+    """
+    parts = driver.run("packing", lambda: _parts(trajectories, config, parallel)) or []  # type: ignore[arg-type]
+    replicas = [([part.microbatches[replica] for part in parts], [part.actions.numel() for part in parts]) for replica in range(parallel.dp_size)]
+    microbatches, num_actions = driver.scatter("the packed samples", replicas if parallel.is_driver else None)
+    return Batch(microbatches, num_actions, parts, trajectories)
+
+
+def gather_statistics(batch: Batch, local: list[LocalStatistics], driver: Driver) -> PolicyStatistics | None:
+    """Statistics of all actions, in the order of the Trajectories, on the driver; None elsewhere. Collective."""
+    gathered = driver.gather("the statistics", local)
+    if not driver.is_driver:
+        return None
+    assert batch.trajectories is not None
+    found = [entry for of_rank in gathered for entry in of_rank]
+    index = torch.cat([entry.action_index for entry in found])
+    if index.numel() != batch.trajectories.num_actions or index.unique().numel() != index.numel():
+        raise RuntimeError(f"{index.numel()} statistics came back for {batch.trajectories.num_actions} actions; each action must come once")
+    columns = []
+    for name in ("log_prob", "entropy", "rest"):
+        column = torch.empty(index.numel())
+        column[index] = torch.cat([getattr(entry.statistics, name) for entry in found])
+        columns.append(column)
+    return PolicyStatistics(*columns)
+
+
+def scatter_loss_inputs(batch: Batch, inputs: LossInputs | None, driver: Driver) -> list[list[LossInputs]]:
+    """Gives every rank the loss inputs of its microbatches, [part][microbatch]. Collective; the driver passes those of all actions."""
+    replicas = None
+    if inputs is not None:
+        replicas = [
+            [[_select(inputs, microbatch.action_index) for microbatch in part.microbatches[replica]] for part in batch.parts]
+            for replica in range(max(driver.replica_of_rank) + 1)
+        ]
+    return driver.scatter("the loss inputs", replicas)
+
+
+def _parts(trajectories: Trajectories, config: Config, parallel: Parallel) -> list[Part]:
+    groups = trajectories.group.unique()
+    sequence_multiple = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
+    total_multiple = config.parallel.tensor_model_parallel_size * sequence_multiple
+    lengths = trajectories.token_offsets.diff().tolist()
+    parts = []
+    for members in groups.tensor_split(config.algorithm.optimizer_steps_per_rollout):
+        samples = torch.isin(trajectories.group, members).nonzero().flatten()
+        packed = schedule(
+            [padded_length(lengths[sample], sequence_multiple) for sample in samples.tolist()],
+            num_replicas=parallel.dp_size,
+            max_tokens=config.trainer.max_tokens_per_microbatch,
+            # Megatron's interleaved schedule wants a multiple of the number of stages.
+            divisor=config.parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1,
+        )
+        microbatches = [
+            [
+                build_microbatch(
+                    trajectories, samples[indices].tolist(), sequence_multiple=sequence_multiple, total_multiple=total_multiple, pad_token_id=PAD_TOKEN_ID
+                )
+                for indices in replica
+            ]
+            for replica in packed
+        ]
+        counts = trajectories.action_offsets.diff()[samples]
+        actions = torch.cat([torch.arange(a, b) for a, b in zip(trajectories.action_offsets[samples], trajectories.action_offsets[samples + 1], strict=True)])
+        parts.append(Part(samples, actions, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]), microbatches))
+    return parts
+
+
+def _select(inputs: LossInputs, index: Tensor) -> LossInputs:
+    return LossInputs(**{name: None if value is None else value[index] for name, value in vars(inputs).items()})

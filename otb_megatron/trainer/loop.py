@@ -1,0 +1,85 @@
+"""The training loop. Every rank runs it; rank 0, the driver, also samples, scores, estimates and records."""
+
+from __future__ import annotations
+
+import time
+
+from otb_megatron.telemetry.metrics import Metrics
+from otb_megatron.trainer.batch import Batch, distribute, gather_statistics, scatter_loss_inputs
+from otb_megatron.trainer.estimation import demonstration_inputs, loss_inputs, record_samples
+from otb_megatron.trainer.run import Run
+from otb_megatron.types import LossInputs, Trajectories
+
+
+def train(run: Run) -> None:
+    """Trains from the first step that is not in the checkpoint to `trainer.num_steps`, then exports the policy."""
+    config = run.config
+    if run.has_engines:
+        run.learner.publish(run.engines, version=run.first_step - 1)
+        if run.first_step == 1:
+            evaluate_and_record(run, step=0, values={})
+    for step in range(run.first_step, config.trainer.num_steps + 1):
+        started = time.perf_counter()
+        metrics = Metrics()
+        run.timer.reset()
+        batch = collect(run, step, metrics)
+        inputs = estimate(run, batch, metrics)
+        with run.timer.phase("update"):
+            metrics.merge(run.learner.update(batch, inputs))
+        if run.has_engines:
+            with run.timer.phase("weights"):
+                run.learner.publish(run.engines, version=step)
+            run.weight_updates += 1
+            metrics.maximum("weights/version", step)
+        seconds = {f"time/{name}": value for name, value in run.timer.seconds().items()} | {"time/step": time.perf_counter() - started}
+        evaluate_and_record(run, step, metrics.values() | seconds)
+        if step == config.trainer.num_steps or (config.checkpoint.interval and step % config.checkpoint.interval == 0):
+            run.learner.save(step, {"step": step, **run.state} if run.driver.is_driver else {})
+    run.learner.export(config.trainer.output_dir / "export")
+
+
+def collect(run: Run, step: int, metrics: Metrics) -> Batch:
+    """Samples, scores and packs the step's trajectories, and gives every rank its microbatches."""
+
+    def on_driver() -> Trajectories:
+        assert run.source is not None
+        samples = run.source.collect(step, metrics, run.timer)
+        trajectories = Trajectories.from_samples(samples)
+        record_samples(samples, trajectories, metrics, scored=run.task == "train")
+        metrics.mean("data/epoch", run.source.order.epoch, 1)
+        return trajectories
+
+    trajectories = run.driver.run(f"sampling step {step}", on_driver)
+    with run.timer.phase("pack"):
+        return distribute(trajectories, run.config, run.parallel, run.driver)
+
+
+def estimate(run: Run, batch: Batch, metrics: Metrics) -> list[list[LossInputs]]:
+    """Statistics of every action, gathered to the driver; advantages of every action, scattered back."""
+    if run.task == "sft":
+        inputs = run.driver.run("weighing", lambda: demonstration_inputs(batch, run.config))
+        return scatter_loss_inputs(batch, inputs, run.driver)
+    with run.timer.phase("statistics"):
+        policy = gather_statistics(batch, run.learner.statistics(batch), run.driver)
+        local = run.learner.reference_statistics(batch)
+        reference = None if local is None else gather_statistics(batch, local, run.driver)
+    with run.timer.phase("advantages"):
+        reference_log_prob = reference.log_prob if reference else None
+        inputs = run.driver.run("estimating advantages", lambda: loss_inputs(batch, policy, reference_log_prob, run.config, metrics))  # type: ignore[arg-type]
+        return scatter_loss_inputs(batch, inputs, run.driver)
+
+
+def evaluate_and_record(run: Run, step: int, values: dict[str, float]) -> None:
+    """Measures held-out accuracy where it is due and logs the step, on the driver."""
+    settings = run.config.trainer
+    due = step in (0, settings.num_steps) or (settings.eval_interval and step % settings.eval_interval == 0)
+
+    def on_driver() -> None:
+        evaluated = {}
+        if run.evaluation is not None and due:
+            with run.timer.phase("eval"):
+                evaluated = run.evaluation.accuracy(run.timer)
+        if run.recorder is not None and (values or evaluated):
+            run.recorder.log(step, values | evaluated)
+
+    run.driver.run(f"evaluating after step {step}", on_driver)

@@ -1,0 +1,159 @@
+"""Where a step's samples come from: the rollout engines, a recording of them, or demonstrations. For the driver only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from otb_megatron.config import Config, SourceConfig
+from otb_megatron.data.order import PromptOrder
+from otb_megatron.data.sources import PromptSet, demonstration_tokens, load_prompts
+from otb_megatron.rewards.pool import RewardPool
+from otb_megatron.rollout.pool import RolloutPool
+from otb_megatron.rollout.recording import load_rollouts, save_rollouts
+from otb_megatron.rollout.transfer import TensorMetadata
+from otb_megatron.telemetry.metrics import Metrics
+from otb_megatron.telemetry.timing import PhaseTimer
+from otb_megatron.types import Response, Sample
+
+
+class Source(Protocol):
+    """Gives the samples of each step."""
+
+    order: PromptOrder
+
+    def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
+        """The samples of `step`; also records how they are."""
+
+    def close(self) -> None: ...
+
+
+class Engines:
+    """The rollout engines with the verifier, serving training samples and evaluation alike."""
+
+    def __init__(self, config: Config, *, load_weights: bool, first_step: int = 1) -> None:
+        self._config = config
+        self._rewards = RewardPool(config.rewards)  # its workers start while the engines load
+        # The engines draw from their own random state, which starts anew with them: after a resume it must not repeat the first steps.
+        rollout = config.rollout.model_copy(update={"seed": config.rollout.seed + 1_000 * (first_step - 1)})
+        try:
+            self.pool = RolloutPool(
+                rollout, model_dir=config.model.path, dtype=config.model.dtype, max_prompt_tokens=config.data.max_prompt_tokens, load_weights=load_weights
+            )
+        except BaseException:
+            self._rewards.close()
+            raise
+
+    def sample(self, prompts: list[Any], n: int, temperature: float, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
+        """`n` scored responses to each prompt; a prompt's responses share a group."""
+        with timer.phase("rollout"):
+            responses = self.pool.generate(
+                prompts, n=n, temperature=temperature, max_response_tokens=self._config.rollout.max_response_tokens, seed=None
+            )
+        pairs = [(prompt, response) for prompt, answers in zip(prompts, responses, strict=True) for response in answers]
+        with timer.phase("reward"):
+            scored = self._rewards.score(pairs)
+        metrics.sum("rewards/failures", len(scored.failures))
+        return [Sample(prompt, response, group=i // n, reward=reward) for i, ((prompt, response), reward) in enumerate(zip(pairs, scored.rewards, strict=True))]
+
+    def send_weights(self, metadata: list[TensorMetadata], tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        self.pool.send_weights(metadata, tensors, version)
+
+    def close(self) -> None:
+        self.pool.close()
+        self._rewards.close()
+
+
+class Rollouts:
+    """Prompts in their order, answered by the engines at the policy's newest weights."""
+
+    def __init__(self, config: Config, engines: Engines) -> None:
+        self._config, self._engines = config, engines
+        self._prompts = training_prompts(config)
+        self.order = _order(config, self._prompts)
+
+    def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
+        rollout = self._config.rollout
+        prompts = [self._prompts.prompts[index] for index in self.order.next(self._config.data.prompts_per_step)]
+        samples = self._engines.sample(prompts, rollout.n, rollout.temperature, metrics, timer)
+        if rollout.save:
+            save_rollouts(self._config.trainer.output_dir / "rollouts", step, samples)
+        return samples
+
+    def close(self) -> None:
+        self._engines.close()
+
+
+class Recording:
+    """The samples that an earlier run saved with `rollout.save`."""
+
+    def __init__(self, config: Config) -> None:
+        assert config.rollout.replay_dir is not None
+        self._config, self._directory = config, config.rollout.replay_dir
+        self.order = _order(config, training_prompts(config))
+
+    def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
+        self.order.next(self._config.data.prompts_per_step)
+        with timer.phase("rollout"):
+            return load_rollouts(self._directory, step)
+
+    def close(self) -> None: ...
+
+
+class Demonstrations:
+    """Known good answers, for supervised fine-tuning."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._tokenizer = load_tokenizer(config)
+        self._prompts = training_prompts(config)
+        self.order = _order(config, self._prompts)
+
+    def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
+        with timer.phase("data"):
+            samples = []
+            for group, index in enumerate(self.order.next(self._config.data.prompts_per_step)):
+                prompt = self._prompts.prompts[index]
+                tokens = demonstration_tokens(self._tokenizer, prompt)
+                response = Response(tokens, (), prompt.demonstration or "", "stop", policy_version=0)
+                samples.append(Sample(prompt, response, group=group, reward=0.0))
+            return samples
+
+    def close(self) -> None: ...
+
+
+class Evaluation:
+    """Greedy answers to held-out prompts."""
+
+    def __init__(self, config: Config, engines: Engines) -> None:
+        assert config.data.validation is not None
+        self._engines = engines
+        self._prompts = _prompts(config, config.data.validation).prompts
+
+    def accuracy(self, timer: PhaseTimer) -> dict[str, float]:
+        """eval/accuracy, the mean reward, and what goes with it."""
+        samples = self._engines.sample(self._prompts, 1, 0.0, Metrics(), timer)
+        return {
+            "eval/accuracy": sum(sample.reward for sample in samples) / len(samples),
+            "eval/response_length": sum(len(sample.response.token_ids) for sample in samples) / len(samples),
+            "eval/num_prompts": float(len(samples)),
+        }
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(config.model.path)
+
+
+def training_prompts(config: Config) -> PromptSet:
+    return _prompts(config, config.data.train)
+
+
+def _prompts(config: Config, source: SourceConfig) -> PromptSet:
+    return load_prompts(source, load_tokenizer(config), max_prompt_tokens=config.data.max_prompt_tokens, overlong=config.data.overlong_prompts)
+
+
+def _order(config: Config, prompts: PromptSet) -> PromptOrder:
+    return PromptOrder(len(prompts.prompts), shuffle=config.data.shuffle, seed=config.data.seed)

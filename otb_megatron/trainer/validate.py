@@ -1,0 +1,104 @@
+"""What can be known to be wrong before anything starts: checks across the configuration, the model, the algorithms and the machine."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+from otb_megatron.algorithms import ADVANTAGES, LOSSES, check_fields, check_options, choose
+from otb_megatron.config import Config
+from otb_megatron.mcore import checkpoint
+from otb_megatron.mcore.model import check_divisible, transformer_config
+from otb_megatron.mcore.parallel import data_parallel_size
+from otb_megatron.rewards.registry import resolve
+from otb_megatron.types import UserError
+from otb_megatron.weights.architectures import HuggingFaceModel, load_model
+
+Task = Literal["train", "sft"]
+
+
+def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
+    """Checks that the run can start.
+
+    Args:
+        task: "train" learns from rewards of sampled responses, "sft" from demonstrations.
+        world_size: processes of the run.
+
+    Returns:
+        The model that `config.model.path` names.
+
+    Raises:
+        UserError: all faults at once, each with its remedy.
+
+    Warns:
+        UserWarning: a choice that works but leaves the estimator without its baseline.
+    """
+    faults: list[str] = []
+    model = _collect(faults, lambda: load_model(config.model.path))
+    _collect(faults, lambda: data_parallel_size(config.parallel, world_size))
+    if model is not None:
+        _collect(faults, lambda: check_divisible(config, model))
+        _collect(faults, lambda: transformer_config(config, model))
+        if "num_experts" in model.config and config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
+            faults.append("an MoE model with parallel.tensor_model_parallel_size > 1 needs parallel.sequence_parallel=true (Megatron-Core's rule)")
+    _collect(faults, lambda: _check_loss(config, task))
+    if task == "train":
+        _collect(faults, lambda: _check_advantage(config))
+        if config.rollout.replay_dir is None:
+            _collect(faults, lambda: resolve(config.rewards.function))
+        elif not config.rollout.replay_dir.is_dir():
+            faults.append(f"rollout.replay_dir={config.rollout.replay_dir}: no such directory; a run with rollout.save=true writes <output_dir>/rollouts")
+    if config.optimizer.min_lr > config.optimizer.lr:
+        faults.append(f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}")
+    decay_steps = config.optimizer.lr_decay_steps or config.trainer.num_steps * config.algorithm.optimizer_steps_per_rollout
+    if config.optimizer.lr_warmup_steps >= decay_steps:
+        faults.append(f"optimizer.lr_warmup_steps={config.optimizer.lr_warmup_steps} does not end before the {decay_steps} optimizer steps of the schedule do")
+    if config.algorithm.optimizer_steps_per_rollout > config.data.prompts_per_step:
+        faults.append(
+            f"algorithm.optimizer_steps_per_rollout={config.algorithm.optimizer_steps_per_rollout} cannot share data.prompts_per_step="
+            f"{config.data.prompts_per_step} prompts; a prompt's responses stay together"
+        )
+    if config.trainer.resume == "never" and _collect(faults, lambda: checkpoint.latest(config.trainer.output_dir / "checkpoints")):
+        faults.append(f"trainer.resume=never, but {config.trainer.output_dir}/checkpoints holds one; set trainer.resume=auto or another trainer.output_dir")
+    if faults:
+        raise UserError("\n".join(faults))
+    assert model is not None
+    return model
+
+
+def _collect[T](faults: list[str], check: object) -> T | None:
+    """Runs one check and keeps its message."""
+    try:
+        return check()  # type: ignore[operator]
+    except UserError as error:
+        faults.append(str(error))
+        return None
+
+
+def _check_loss(config: Config, task: Task) -> None:
+    algorithm = config.algorithm
+    loss = choose("loss", algorithm.loss, LOSSES)
+    check_options("loss", algorithm.loss, loss.function, algorithm.loss_options)
+    supervised = algorithm.loss == "negative_log_likelihood"
+    if supervised != (task == "sft"):
+        usable = "negative_log_likelihood" if task == "sft" else "a loss that uses advantages, e.g. clipped_surrogate"
+        raise UserError(f"algorithm.loss={algorithm.loss!r} does not fit `{task}`; set {usable}")
+    if "offsets" in loss.required and config.parallel.context_parallel_size > 1:
+        raise UserError(
+            f"algorithm.loss={algorithm.loss!r} needs whole sequences, which parallel.context_parallel_size={config.parallel.context_parallel_size} "
+            "cuts; set it to 1 or choose a token-level loss"
+        )
+
+
+def _check_advantage(config: Config) -> None:
+    algorithm = config.algorithm
+    estimator = choose("advantage", algorithm.advantage, ADVANTAGES)
+    check_options("advantage", algorithm.advantage, estimator.function, algorithm.advantage_options)
+    check_fields(algorithm.advantage, {"energy"} | ({"correction"} if algorithm.rollout_correction != "none" else set()))
+    if config.rollout.n < estimator.min_group:
+        warnings.warn(
+            f"rollout.n={config.rollout.n}: {algorithm.advantage} compares the responses of one prompt with each other and has no baseline "
+            f"below n={estimator.min_group}; the advantage of every token is its return",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,152 @@
+"""Makes what the quickstart trains on: a small Qwen3 model, its tokenizer and a task with verifiable answers.
+
+    python tools/quickstart_assets.py --output runs/quickstart/assets --seed 0
+
+writes `model/` (a Hugging Face directory with random weights), `train.jsonl` and `validation.jsonl` (verl's
+schema). The task is reasoning-gym's `basic_arithmetic`: sums of two numbers from 0 to 100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import reasoning_gym
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+NUM_TRAIN_ROWS = 8000
+NUM_VALIDATION_ROWS = 200
+VOCAB_SIZE = 300  # 256 bytes, 3 special tokens and the merges of the constant wording: with it a prompt is 11 to 15 tokens
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Assets:
+    """Paths of what `make_assets` wrote."""
+
+    model: Path  # Hugging Face directory
+    train: Path  # JSONL
+    validation: Path  # JSONL, no problem of it is in `train`
+
+
+def make_assets(directory: Path, seed: int = 0) -> Assets:
+    """Writes model, training data and held-out data below `directory`; the same seed gives the same bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    assets = Assets(directory / "model", directory / "train.jsonl", directory / "validation.jsonl")
+    rows = _distinct_rows(NUM_TRAIN_ROWS + NUM_VALIDATION_ROWS, seed)
+    _write_jsonl(assets.validation, rows[:NUM_VALIDATION_ROWS], "validation")
+    _write_jsonl(assets.train, rows[NUM_VALIDATION_ROWS:], "train")
+    tokenizer = _make_tokenizer([row["question"] for row in rows[NUM_VALIDATION_ROWS:]])
+    tokenizer.save_pretrained(assets.model)
+    _save_model(assets.model, tokenizer, seed)
+    return assets
+
+
+def _distinct_rows(num_rows: int, seed: int) -> list[dict]:
+    """reasoning-gym draws with replacement; a problem that came before is left out, so that held-out problems are new to the model."""
+    # allow_parentheses=False is the form whose numbers run from 0 to 10^digits without a sign.
+    # reasoning-gym seeds problem i with seed + i: far apart seeds keep the problems of two runs different.
+    problems = reasoning_gym.create_dataset(
+        "basic_arithmetic",
+        min_terms=2,
+        max_terms=2,
+        min_digits=2,
+        max_digits=2,
+        operators=["+"],
+        allow_parentheses=False,
+        seed=seed * 1_000_000,
+        size=20 * num_rows,
+    )
+    rows: dict[str, dict] = {}
+    for problem in problems:
+        rows.setdefault(problem["question"], problem)
+        if len(rows) == num_rows:
+            return list(rows.values())
+    raise RuntimeError(f"only {len(rows)} of {num_rows} distinct problems in {20 * num_rows} draws")
+
+
+def _write_jsonl(path: Path, problems: list[dict], split: str) -> None:
+    with path.open("w") as file:
+        for index, problem in enumerate(problems):
+            row = {
+                "data_source": "reasoning_gym/basic_arithmetic",
+                "prompt": [{"role": "user", "content": problem["question"]}],
+                "reward_model": {"style": "rule", "ground_truth": problem["answer"]},
+                "extra_info": {"split": split, "index": index},
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def _make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE whose digits are always tokens of their own and whose merges are the task's constant wording."""
+    tokenizer = Tokenizer(models.BPE())
+    # use_regex=False lets merges run across spaces and line ends, so that "user\nCalculate " is one token.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT, IM_START, IM_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    chats = [part for question in questions for part in (f"user\n{question}", "assistant\n")]
+    tokenizer.train_from_iterator(chats, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[IM_START],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=256,
+    )
+
+
+def _save_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # the smallest that vLLM's attention on a CPU takes
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False)
+    model.save_pretrained(directory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/quickstart/assets"), help="directory to write to")
+    parser.add_argument("--seed", type=int, default=0, help="of the problems and the weights")
+    arguments = parser.parse_args()
+    assets = make_assets(arguments.output, arguments.seed)
+    print(f"{assets.model}  {assets.train}  {assets.validation}")
+
+
+if __name__ == "__main__":
+    main()
