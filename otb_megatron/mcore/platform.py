@@ -26,6 +26,8 @@ from torch import Tensor
 _CHATTY = (
     "megatron.core.models.gpt.gpt_model",  # GPTModel says at every start that it is frozen upstream
     "megatron.core.distributed.distributed_data_parallel",  # advises to compute the layout that it then computes itself
+    "megatron.core.rerun_state_machine",  # says that it starts disabled, as wanted
+    "megatron.core.dist_checkpointing.strategies.torch",  # advertises another package's writer at every save
     "torch.utils.cpp_extension",  # says at import that it found no CUDA runtime
 )
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like", "full_like")

@@ -105,7 +105,7 @@ def train_step(
         for sums in collected:
             count = float(sums.pop("num_actions"))
             for name, total in sums.items():
-                metrics.sum(name, float(total)) if name.startswith("loss/") else metrics.mean(name, float(total), count)
+                metrics.mean(name, float(total), count)
     if model.parallel.is_driver:
         metrics.mean("optimizer/grad_norm", grad_norm, 1)
         metrics.mean("optimizer/lr", optimizer.learning_rate, 1)
@@ -128,7 +128,8 @@ def _loss(output: Tensor, *, inputs: LossInputs, offsets: Tensor, num_actions: i
         sums["loss/kl"] = kl
         total = total + objective.kl_coef * kl
     sums["loss/total"] = total
-    reduced = {name: (value.detach() * inputs.weight).sum() for name, value in sums.items()}
+    # The shares add up to the loss of the optimizer step; as means over actions, those of several steps average.
+    reduced = {name: (value.detach() * inputs.weight).sum() * num_actions for name, value in sums.items()}
     reduced |= {f"policy/{name}": value.detach().sum() for name, value in terms.metrics.items()}
     count = torch.tensor(inputs.weight.numel(), dtype=torch.int, device=output.device)
     return (total * inputs.weight).sum() * num_actions, count, reduced | {"num_actions": count}

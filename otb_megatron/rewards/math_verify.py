@@ -14,10 +14,11 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 
 
 def math_verify(prompt: Prompt, response: Response) -> float:
-    """1 if the last mathematical expression of the response equals the ground truth, else 0.
+    """1 if the answer that math-verify finds in the response equals the ground truth, else 0.
 
-    A ground truth without `$` or `\\boxed` is read as the inside of a box. math-verify's own deadlines are off: they need
-    signals and cannot interrupt C code; the pool's deadline covers both.
+    It finds `\\boxed` before `final answer is` before other expressions, of these the last one. Several boxes are one answer, the
+    set of their contents, so a response that boxes two guesses is wrong. A ground truth without `$` or `\\boxed` is read as the
+    inside of a box. math-verify's own deadlines are off: they need signals and cannot interrupt C code; the pool's can.
 
     Raises:
         ValueError: the ground truth is no mathematical expression.

@@ -35,6 +35,7 @@ METRIC_COLUMNS = (
 PHASE_COLUMNS = (
     Column("time/rollout", "rollout", "roll", 4),
     Column("time/reward", "reward", "rewd", 4),
+    Column("time/pack", "pack", "pack", 4),
     Column("time/statistics", "stats", "stat", 4),
     Column("time/advantages", "adv", "adv", 4),
     Column("time/update", "update", "updt", 4),
@@ -73,7 +74,7 @@ class StepLine:
         self._width = width
         hidden = SUPERVISED_ONLY if REWARD in values else ()
         metrics = [c for c in METRIC_COLUMNS if (c.key in values or c.key in seen) and c.key not in hidden]
-        phases = phase_columns(values)
+        phases = [c for c in PHASE_COLUMNS if c.key in values]  # others (a checkpoint, an evaluation) are not in every step
         self._cells = self._choose(metrics, phases, values)
         self._shown = {cell.column.key for cell in self._cells} | set(SUPERVISED_ONLY)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from otb_megatron.telemetry.columns import ACCURACY, TIME_PREFIX, StepLine, number, progress_label
+from otb_megatron.telemetry.columns import ACCURACY, METRIC_COLUMNS, StepLine, number, progress_label
 
 _UNKNOWN = "-:--:--"
 
@@ -49,29 +49,29 @@ class StepConsole:
         elapsed, remaining = self._times(step)
         lines = self._lines(step, values)
         if self._bar is None:
-            lines[-1] += f"  elapsed {elapsed}  remaining {remaining}"
-        for line in lines:
-            if self._bar is None:
-                self._console.print(Text(line), soft_wrap=True)
-            else:  # cut where the terminal was made narrower since, so that the lines stay aligned
-                self._console.print(Text(line), no_wrap=True, overflow="crop")
-        if self._bar is not None:
+            lines[-1].append(f"  elapsed {elapsed}  remaining {remaining}")
+            for line in lines:
+                self._console.print(line, soft_wrap=True)
+        else:
+            for line in lines:  # cut where the terminal was made narrower since, so that they stay aligned
+                self._console.print(line, no_wrap=True, overflow="crop")
             self._bar.update(self._task, completed=step, elapsed=elapsed, remaining=remaining, refresh=True)
 
     def close(self, failed: bool) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def _lines(self, step: int, values: dict[str, float]) -> list[str]:
+    def _lines(self, step: int, values: dict[str, float]) -> list[Text]:
         self._seen |= values.keys()
-        if self._line is None and all(name == ACCURACY or name.startswith(TIME_PREFIX) for name in values):
+        is_training_step = any(column.key in values for column in METRIC_COLUMNS if column.key != ACCURACY)
+        if self._line is None and not is_training_step:
             measured = f"  held-out accuracy {number(values[ACCURACY], 5)}" if ACCURACY in values else ""
-            return [progress_label(step, self._num_steps) + measured]
+            return [Text(progress_label(step, self._num_steps) + measured)]
         header = []
         if self._line is None:
             self._line = StepLine(self._num_steps, values, self._seen, self._console.width if self._bar is not None else None)
-            header = [self._line.header()]
-        return header + self._line.row(step, values).split("\n")
+            header = [Text(self._line.header(), style="bold")]
+        return header + [Text(line) for line in self._line.row(step, values).split("\n")]
 
     def _times(self, step: int) -> tuple[str, str]:
         """Elapsed and remaining time; what remains is known from the second line on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from otb_megatron.config import Config
-from otb_megatron.telemetry.timing import PhaseTimer
 from otb_megatron.trainer.source import Engines, Evaluation
 from otb_megatron.types import UserError
 
@@ -12,10 +11,9 @@ def evaluate(config: Config) -> dict[str, float]:
     """Greedy accuracy of the model at `config.model.path` on `config.data.validation`."""
     if config.data.validation is None:
         raise UserError("data.validation is not set; name a held-out source, e.g. data.validation.path=heldout.jsonl")
-    timer = PhaseTimer()
     engines = Engines(config, load_weights=True)
     try:
-        result = Evaluation(config, engines).accuracy(timer)
+        result = Evaluation(config, engines).accuracy()
     finally:
         engines.close()
-    return {name.removeprefix("eval/"): value for name, value in result.items()} | {"seconds": sum(timer.seconds().values())}
+    return {name.removeprefix("eval/"): value for name, value in result.items()}

@@ -13,15 +13,13 @@ from otb_megatron.types import LossInputs, Trajectories
 
 def train(run: Run) -> None:
     """Trains from the first step that is not in the checkpoint to `trainer.num_steps`, then exports the policy."""
-    config = run.config
+    num_steps, interval = run.config.trainer.num_steps, run.config.checkpoint.interval
     if run.has_engines:
         run.learner.publish(run.engines, version=run.first_step - 1)
         if run.first_step == 1:
-            evaluate_and_record(run, step=0, values={})
-    for step in range(run.first_step, config.trainer.num_steps + 1):
-        started = time.perf_counter()
+            record(run, 0, Metrics())
+    for step in range(run.first_step, num_steps + 1):
         metrics = Metrics()
-        run.timer.reset()
         batch = collect(run, step, metrics)
         inputs = estimate(run, batch, metrics)
         with run.timer.phase("update"):
@@ -31,11 +29,11 @@ def train(run: Run) -> None:
                 run.learner.publish(run.engines, version=step)
             run.weight_updates += 1
             metrics.maximum("weights/version", step)
-        seconds = {f"time/{name}": value for name, value in run.timer.seconds().items()} | {"time/step": time.perf_counter() - started}
-        evaluate_and_record(run, step, metrics.values() | seconds)
-        if step == config.trainer.num_steps or (config.checkpoint.interval and step % config.checkpoint.interval == 0):
-            run.learner.save(step, {"step": step, **run.state} if run.driver.is_driver else {})
-    run.learner.export(config.trainer.output_dir / "export")
+        record(run, step, metrics)
+        if step == num_steps or (interval and step % interval == 0):
+            with run.timer.phase("checkpoint"):
+                run.learner.save(step, {"step": step, **run.state} if run.driver.is_driver else {})
+    run.learner.export(run.config.trainer.output_dir / "export")
 
 
 def collect(run: Run, step: int, metrics: Metrics) -> Batch:
@@ -69,17 +67,25 @@ def estimate(run: Run, batch: Batch, metrics: Metrics) -> list[list[LossInputs]]
         return scatter_loss_inputs(batch, inputs, run.driver)
 
 
-def evaluate_and_record(run: Run, step: int, values: dict[str, float]) -> None:
-    """Measures held-out accuracy where it is due and logs the step, on the driver."""
+def record(run: Run, step: int, metrics: Metrics) -> None:
+    """Measures held-out accuracy where it is due and logs the step, on the driver.
+
+    A step is logged before it is saved, so that a kill between the two loses no line: a resume repeats the step and its
+    line. The time of a checkpoint is therefore part of the following step.
+    """
     settings = run.config.trainer
     due = step in (0, settings.num_steps) or (settings.eval_interval and step % settings.eval_interval == 0)
 
     def on_driver() -> None:
-        evaluated = {}
+        assert run.recorder is not None
+        values = metrics.values()
         if run.evaluation is not None and due:
             with run.timer.phase("eval"):
-                evaluated = run.evaluation.accuracy(run.timer)
-        if run.recorder is not None and (values or evaluated):
-            run.recorder.log(step, values | evaluated)
+                values |= run.evaluation.accuracy()
+        seconds = {f"time/{name}": value for name, value in run.timer.seconds().items()} | {"time/step": time.perf_counter() - run.step_started}
+        if step > 0 or values:
+            run.recorder.log(step, values | seconds)
+        run.timer.reset()
+        run.step_started = time.perf_counter()
 
     run.driver.run(f"evaluating after step {step}", on_driver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ class Run:
     def __init__(self, config: Config, task: Task, hf: HuggingFaceModel) -> None:
         self.config, self.task = config, task
         self.timer = PhaseTimer()
+        self.step_started = time.perf_counter()
         self.source: Source | None = None
         self.engines: Engines | None = None
         self.evaluation: Evaluation | None = None
@@ -76,7 +78,7 @@ class Run:
             config.telemetry,
             config.trainer.output_dir,
             num_steps=config.trainer.num_steps,
-            first_step=self.first_step if state or self.evaluation is None else 0,
+            first_step=self.first_step if state else 0,
             resolved_config=config.model_dump(mode="json"),
         )
 

@@ -151,7 +151,7 @@ def _settings(config: dict[str, Any], *, qk_norm: bool = False) -> dict[str, Any
 
 
 def _moe_settings(config: dict[str, Any]) -> dict[str, Any]:
-    _only(config, decoder_sparse_step=1, mlp_only_layers=[])
+    _only(config, decoder_sparse_step=1, mlp_only_layers=[], num_local_experts=config["num_experts"])
     return _settings(config, qk_norm=True) | dict(
         num_moe_experts=config["num_experts"],
         moe_router_topk=config["num_experts_per_tok"],
@@ -179,7 +179,7 @@ _DENSE_FIELDS = frozenset(
     "rope_scaling rope_theta tie_word_embeddings attention_bias attention_dropout mlp_bias use_sliding_window sliding_window layer_types "
     "partial_rotary_factor".split()
 )
-_MOE_FIELDS = _DENSE_FIELDS | frozenset("num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers".split())
+_MOE_FIELDS = _DENSE_FIELDS | frozenset("num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers".split())
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(lambda c, v: _decoder_rules(c, v, qk_norm=False, mlp=_dense_mlp), _settings, _DENSE_FIELDS),

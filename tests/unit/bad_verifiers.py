@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def _fork_and_return_twice(_: str) -> float:
 
 def _hang_with_a_child(path: str) -> None:
     child = subprocess.Popen(["sleep", "1000"])
-    Path(path).write_text(f"{os.getpid()} {child.pid}")
+    Path(path).write_text(f"{os.getpid()} {child.pid} {os.getppid()}")
     time.sleep(1000)
 
 
@@ -50,7 +51,7 @@ BEHAVIOURS = {
     "hang": _hang_with_a_child,
     "fork": _fork_and_return_twice,
     "raise": _raise,
-    "leave": lambda _: exit(3),
+    "leave": lambda _: sys.exit(3),
     "die": lambda _: os._exit(0),
     "segfault": lambda _: ctypes.string_at(0),
     "close": lambda _: os.closerange(3, 100),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,7 +23,7 @@ from otb_megatron.rewards.reasoning_gym import reasoning_gym
 from otb_megatron.rewards.registry import REWARDS, resolve
 from otb_megatron.types import Prompt, Response, UserError
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 1.0
 BEHAVE = "tests.unit.bad_verifiers:behave"
 
 
@@ -60,7 +62,9 @@ def test_exact_match(truth: object, text: str, options: dict, score: float) -> N
         ("0.5", r"The answer is $\frac{1}{2}$.", 1.0),
         (r"\frac{1}{2}", "The answer is 1/2", 1.0),
         (r"$x^2 - 1$", r"\boxed{(x-1)(x+1)}", 1.0),
-        ("72", r"First \boxed{71}. Then \boxed{72}", 1.0),
+        ("72", "First $71$. Then $72$", 1.0),
+        ("72", r"Either \boxed{71}. Or \boxed{72}", 0.0),  # two guesses
+        (r"\{71,72\}", r"Either \boxed{71}. Or \boxed{72}", 1.0),
         ("72", "the answer is 71", 0.0),
         (72, "the answer is 72", 1.0),
         (r"\{1,2\}", r"$\{2,1\}$", 1.0),
@@ -116,6 +120,14 @@ def test_a_function_that_cannot_be_used_is_refused_before_any_process_starts(nam
         RewardPool(RewardConfig(function=name, options=options))
 
 
+def test_a_function_that_only_the_trainer_can_import_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("made_here")
+    module.score = lambda prompt, response: 1.0
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    with RewardPool(RewardConfig(function="made_here:score")) as pool, pytest.raises(UserError, match="module 'made_here' cannot be imported"):
+        pool.score(pairs([""]))
+
+
 # The pool
 
 
@@ -166,8 +178,8 @@ def test_numbers_of_other_kinds_are_scores(pool: RewardPool, text: str, score: f
 
 
 MISBEHAVIOURS = {
-    "spin": ("timeout", "no result within rewards.timeout_s=0.5 s"),
-    "sleep": ("timeout", "no result within rewards.timeout_s=0.5 s"),
+    "spin": ("timeout", "no result within rewards.timeout_s=1 s"),
+    "sleep": ("timeout", "no result within rewards.timeout_s=1 s"),
     "raise": ("raised", "KeyError: 'no such unit'"),
     "leave": ("raised", "SystemExit: 3"),
     "ask": ("raised", "EOFError"),
@@ -189,7 +201,7 @@ def test_every_misbehaviour_fails_alone_and_in_bounded_time(pool: RewardPool, lo
     log.write_text("")
     started = time.monotonic()
     batch = pool.score(pairs(texts))
-    assert time.monotonic() - started < 10 * TIMEOUT_S  # two of the calls hang
+    assert time.monotonic() - started < 10  # two of the calls hang for a second
 
     assert batch.rewards == [-1.0 if text else 1000.0 + number for number, text in enumerate(texts)]
     assert [failure.index for failure in batch.failures] == [number for number, text in enumerate(texts) if text]
@@ -206,18 +218,31 @@ def test_every_misbehaviour_fails_alone_and_in_bounded_time(pool: RewardPool, lo
 def test_a_killed_verifier_takes_the_processes_that_it_started_along(pool: RewardPool, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     assert pool.score(pairs([f"hang {pids}"])).failures[0].kind == "timeout"
-    verifier, child = map(int, pids.read_text().split())
-    assert eventually(lambda: gone(verifier) and gone(child))
+    verifier, child, server = map(int, pids.read_text().split())
+    assert eventually(lambda: gone(verifier) and gone(child)) and not gone(server)
 
 
-def test_a_worker_that_dies_between_batches_is_replaced(pool: RewardPool, log: Path) -> None:
+def worker_pids(pool: RewardPool, log: Path) -> set[int]:
     log.write_text("")
-    pool.score(pairs([""] * 50))
-    for pid in {int(line.split()[1]) for line in log.read_text().splitlines()}:
+    assert pool.score(pairs([""] * 50)).failures == []
+    return {int(line.split()[1]) for line in log.read_text().splitlines()}
+
+
+def test_workers_that_die_or_stall_between_batches_are_replaced(pool: RewardPool, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otb_megatron.rewards.pool.SEND_TIMEOUT_S", 1)  # of the workers started from here on
+    dead = worker_pids(pool, log)
+    for pid in dead:
         os.kill(pid, signal.SIGKILL)
         assert eventually(lambda pid=pid: gone(pid))
-    batch = pool.score(pairs([""] * 50))
-    assert batch.failures == [] and batch.rewards == [1000.0 + number for number in range(50)]
+    stalled = worker_pids(pool, log)
+    assert not stalled & dead
+    for pid in stalled:
+        os.kill(pid, signal.SIGSTOP)
+    # More bytes than a socket buffers, so that handing them over is what stalls; none of the calls is lost or blamed.
+    large = [(replace(p, extra_info={"document": "x" * 2**20}), r) for p, r in pairs([""] * 8)]
+    batch = pool.score(large)
+    assert batch.failures == [] and batch.rewards == [1000.0 + number for number in range(8)]
+    assert not worker_pids(pool, log) & stalled
 
 
 def test_too_many_failures_stop_the_batch_and_name_the_first(pool: RewardPool) -> None:
@@ -234,7 +259,7 @@ def test_too_many_failures_stop_the_batch_and_name_the_first(pool: RewardPool) -
 
 
 def test_cheap_calls_are_cheap(pool: RewardPool) -> None:
-    """512 calls of 16 ms a hundred: well under the seconds of a training step. The bound is loose, for a busy machine."""
+    """512 calls, one step's worth, take 0.05 s on an idle machine; the bound is for a busy one."""
     work = pairs([""] * 512)
     best = float("inf")
     for _ in range(5):
@@ -244,26 +269,22 @@ def test_cheap_calls_are_cheap(pool: RewardPool) -> None:
     assert best < 0.5
 
 
-ORPHAN = """
-import sys
-from otb_megatron.config import RewardConfig
-from otb_megatron.rewards.pool import RewardPool
-from tests.unit.test_rewards import pairs
-with RewardPool(RewardConfig(function={behave!r}, timeout_s=1000, num_workers=2)) as pool:
-    print(pool._server.pid, flush=True)
-    pool.score(pairs([{text!r}] * 2))
-"""
+def train_with_a_hanging_verifier(pids: Path) -> None:
+    with RewardPool(RewardConfig(function=BEHAVE, timeout_s=1000, num_workers=1)) as pool:
+        pool.score(pairs([f"hang {pids}"]))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_no_process_outlives_the_trainer(how: signal.Signals, tmp_path: Path) -> None:
+def test_no_process_outlives_the_trainer(tmp_path: Path) -> None:
     """Killed outright, or stopped by Ctrl-C, while the verifier hangs with a child of its own."""
-    pids = tmp_path / "pids"
-    program = ORPHAN.format(behave=BEHAVE, text=f"hang {pids}")
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as trainer:
-        server = int(trainer.stdout.readline())
-        assert eventually(lambda: pids.exists() and len(pids.read_text().split()) == 2, 60)
-        verifier, child = map(int, pids.read_text().split())
-        trainer.send_signal(how)
-        assert eventually(lambda: gone(server) and gone(verifier) and gone(child))
-        assert trainer.wait(10) != 0
+    fork = multiprocessing.get_context("fork")
+    trainers = {how: fork.Process(target=train_with_a_hanging_verifier, args=(tmp_path / how.name,)) for how in (signal.SIGKILL, signal.SIGINT)}
+    for trainer in trainers.values():
+        trainer.start()
+    for how, trainer in trainers.items():
+        pids = tmp_path / how.name
+        assert eventually(lambda pids=pids: pids.exists() and len(pids.read_text().split()) == 3, 120)
+        family = [int(pid) for pid in pids.read_text().split()]  # verifier, its child, and the server
+        os.kill(trainer.pid, how)
+        assert eventually(lambda family=family: all(gone(pid) for pid in family))
+        trainer.join(10)
+        assert trainer.exitcode == {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 1}[how]

@@ -51,7 +51,8 @@ def printed(steps, *, width=100, terminal=False, num_steps=120, seconds_between=
 
 def test_a_log_file_gets_whole_plain_lines_with_the_times():
     """Ten seconds a step: after step 2 the pace is known and 118 steps remain, 1180 s."""
-    text = printed([(0, {"eval/accuracy": 0.4, "time/evaluation": 1.0}), (1, STEP), (2, STEP | {"eval/accuracy": 0.5, "time/checkpoint": 3.0})], width=80)
+    before = {"eval/accuracy": 0.4, "eval/num_prompts": 9.0, "time/eval": 1.0}
+    text = printed([(0, before), (1, STEP), (2, STEP | {"eval/accuracy": 0.5, "time/checkpoint": 3.0})], width=80)
     assert text.splitlines() == [
         "  0/120  held-out accuracy 0.400  elapsed 0:00:10  remaining -:--:--",
         "   step  reward  held-out  length  entropy  grad norm  energy |  rollout  reward  stats   adv  update  weights  s/step",
@@ -72,7 +73,7 @@ def test_fine_tuning_shows_loss_and_tokens():
 
 @pytest.mark.parametrize("width", range(80, 201))
 def test_lines_fit_every_width_and_numbers_end_under_their_labels(width):
-    values = STEP | {"time/evaluation": 2.0, "time/save": 1.0}
+    values = STEP | {"time/evaluation": 2.0}
     line = StepLine(5000, values, frozenset({"eval/accuracy"}), width)
     header, row = line.header(), line.row(5000, values | {"eval/accuracy": 0.875, "time/checkpoint": 3.0})
     assert max(len(header), len(row)) <= width

@@ -44,7 +44,14 @@ CASES = {
         rest=[[0.1, 0.005, 0.2, 0.06], [0.3, 0.05], [0.00005, 0.2, 0.02], [0.08, 0.4], [0.125, 0.25], [0.4, 0.001]],
         reward=[[0.0, 0.0, 0.0, 1.0], [0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.5], [0.0, 1.0], [0.0, 1.0]],
         correction=None,
-        verl=[],
+        verl=[
+            [9.0769e-05, 0.251058874, 0.370205657, 1.0],
+            [0.101694923, 0.286561268],
+            [-0.999909231, -0.748941126, -0.629794343],
+            [-0.398305077, -0.213438732],
+            [1.0, 1.0],
+            [9.0769e-05, 0.251058874],
+        ],
     ),
     "token rewards and correction": Case(
         group=[0, 0, 0],
@@ -52,7 +59,11 @@ CASES = {
         rest=[[0.2, 0.3, 0.04], [0.5, 0.02, 0.1], [0.008, 0.06, 0.45]],
         reward=[[0.1, -0.2, 1.0], [0.0, 0.3, 0.0], [0.2, 0.0, -1.0]],
         correction=[[1.1, 0.7, 2.0], [1.0, 0.5, 1.3], [0.9, 1.6, 1.0]],
-        verl=[],
+        verl=[
+            [0.433788818, 0.512855925, 1.024071808],
+            [-0.166211182, 0.012855925, 0.024071808],
+            [-1.266211182, -1.287144075, -0.975928192],
+        ],
     ),
 }
 
@@ -98,5 +109,58 @@ def by_verl(name: str, case: Case) -> list[list[float]]:
         old_log_probs=probability.clamp(min=1e-9).log(),
         sum_pi_squared=probability.square() + padded(case.rest),
         rollout_is_weights=None if case.correction is None else padded(case.correction),
+        epsilon=1e-30,  # verl's default of 1e-8 pulls baselines of small energies towards 0
     )
     return [advantages[i, : len(row)].tolist() for i, row in enumerate(case.reward)]
+
+
+def assert_close(actual: list[list[float]], expected: list[list[float]], tolerance: float) -> None:
+    assert [len(row) for row in actual] == [len(row) for row in expected]
+    np.testing.assert_allclose(np.concatenate(actual), np.concatenate(expected), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_what_verl_gave(name):
+    """To 2e-8: verl adds 1e-8 to its denominator, and the stored numbers have nine digits."""
+    assert_close(ours(CASES[name]), CASES[name].verl, 2e-8)
+
+
+def test_energies_that_cancel_in_verl():
+    """pi = 1 - 1e-5 and 1 - 3e-5 with the remaining mass on one token: w = 2 (1 - pi)^2 = 2e-10 and 1.8e-9, B = 2e-10 / 2e-9 = 0.1.
+
+    verl 0.9.1 gives advantages (1, 0) in float32: 1 - 2 pi + sum pi^2 rounds to 0 for both, and the group loses its baseline.
+    """
+    one_minus_pi = torch.tensor([1e-5, 3e-5])
+    w = energy_of(PolicyStatistics(torch.log1p(-one_minus_pi), torch.zeros(2), one_minus_pi.square()))
+    advantages = optimal_token_baseline(torch.tensor([1.0, 0.0]), torch.tensor([0, 1, 2]), torch.tensor([0, 0]), w)
+    torch.testing.assert_close(advantages, torch.tensor([0.9, -0.1]), rtol=0, atol=1e-3)  # 1e-3: float32 log-probs of this size carry 0.3 %
+
+
+def test_tail_of_a_response_with_gaps():
+    """Response 0 acts at positions 0, 2, 3 (a tool answered at 1), response 1 at 0 and 1; all w = 0.5, response 0 earns 1 at its end.
+
+    Step by step both are alive for two actions: B_1 = B_2 = 0.5, and the third has no peer. verl 0.9.1's single-turn function gives
+    (0.5, 1, 1) for response 0: it compares positions, and counts two actions of response 1 as the first two positions.
+    Its multi-turn function gives (0.5, 0.5, 1), like ours.
+    """
+    half = torch.full((5,), 0.5)
+    advantages = optimal_token_baseline(torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0]), torch.tensor([0, 3, 5]), torch.tensor([0, 0]), half)
+    torch.testing.assert_close(advantages, torch.tensor([0.5, 0.5, 1.0, -0.5, -0.5]))
+
+
+if VERL_SOURCE:  # not a skip: without verl's file there is nothing to collect
+
+    @pytest.mark.parametrize("function", ["compute_optimal_token_baseline_advantage", "compute_multi_turn_optimal_token_baseline_advantage"])
+    def test_equals_the_given_verl_file(function):
+        """CASES, and random batches of 12 responses."""
+        rng = np.random.default_rng(0)
+        for case in [*CASES.values(), *(random_case(rng) for _ in range(20))]:
+            assert_close(by_verl(function, case), ours(case), 1e-12)
+
+
+def random_case(rng: np.random.Generator) -> Case:
+    lengths = rng.integers(1, 30, size=12)
+    probability = [rng.uniform(0.05, 0.95, n).tolist() for n in lengths]
+    rest = [[(1 - p) ** 2 * rng.uniform(0.1, 1) for p in row] for row in probability]
+    reward = [rng.normal(size=n).tolist() for n in lengths]
+    return Case(rng.integers(0, 4, size=12).tolist(), probability, rest, reward, [rng.uniform(0.5, 2, n).tolist() for n in lengths], [])

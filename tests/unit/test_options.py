@@ -1,0 +1,53 @@
+"""Names and options of methods: what is refused, and what the message says."""
+
+from __future__ import annotations
+
+import pytest
+
+from otb_megatron.algorithms import ADVANTAGES, LOSSES, check_loss_fields, check_options, choose
+from otb_megatron.types import UserError
+
+
+def test_every_fault_is_reported_at_once():
+    options = {"tial": "hold", "tail": "zer", "discount": 1.5, "energy_floor": "1e-10"}
+    with pytest.raises(UserError) as error:
+        check_options("advantage", "optimal_token_baseline", ADVANTAGES["optimal_token_baseline"].function, options)
+    assert str(error.value).splitlines() == [
+        "algorithm.advantage_options.tial='hold': optimal_token_baseline has no such option; did you mean 'tail'?",
+        "algorithm.advantage_options.tail='zer': Input should be 'zero', 'mean' or 'hold'",
+        "algorithm.advantage_options.discount=1.5: Input should be less than or equal to 1",
+        "algorithm.advantage_options.energy_floor='1e-10': Input should be a valid number",
+    ]
+
+
+def test_a_method_without_options_says_so():
+    with pytest.raises(UserError, match="algorithm.advantage_options.tail='zero': rloo has no such option; known here: none"):
+        check_options("advantage", "rloo", ADVANTAGES["rloo"].function, {"tail": "zero"})
+
+
+def test_integers_are_numbers_and_null_is_allowed_where_it_is_a_default():
+    check_options("loss", "clipped_surrogate", LOSSES["clipped_surrogate"].function, {"clip_ratio_low": 1, "clip_ratio_dual": None})
+    with pytest.raises(UserError, match="clip_ratio_dual=0.5: Input should be greater than 1"):
+        check_options("loss", "clipped_surrogate", LOSSES["clipped_surrogate"].function, {"clip_ratio_dual": 0.5})
+    with pytest.raises(UserError, match="clip_ratio_low=nan: "):
+        check_options("loss", "clipped_surrogate", LOSSES["clipped_surrogate"].function, {"clip_ratio_low": float("nan")})
+
+
+def test_unknown_names():
+    assert choose("loss", "gspo", LOSSES) is LOSSES["gspo"]
+    with pytest.raises(UserError, match="algorithm.loss='clipped_surogate': unknown; did you mean 'clipped_surrogate'?"):
+        choose("loss", "clipped_surogate", LOSSES)
+    with pytest.raises(UserError, match="algorithm.loss='zzz': unknown; known here: cispo, clip_cov, clipped_surrogate"):
+        choose("loss", "zzz", LOSSES)
+
+
+def test_loss_whose_inputs_the_run_does_not_have():
+    check_loss_fields("gspo", {"offsets"})
+    with pytest.raises(UserError, match="algorithm.loss='clip_cov' needs `selected`: "):
+        check_loss_fields("clip_cov", {"offsets"})
+
+
+@pytest.mark.parametrize("kind, table", [("advantage", ADVANTAGES), ("loss", LOSSES)])
+def test_the_defaults_of_every_method_pass_their_own_checks(kind, table):
+    for name, entry in table.items():
+        check_options(kind, name, entry.function, entry.function.__kwdefaults__ or {})
