@@ -181,7 +181,7 @@ def _leave_one_out(first_group, last_group, first_member, members, offsets, rewa
                 if t < shared:
                     others = alive[t] - 1
                     baseline = _floored_mean(
-                        others, total[0, t] + after[0, place], total[1, t] + after[1, place], total[2, t] + after[2, place], floor * (t + 1)
+                        others, total[0, t] + after[0, place], total[1, t] + after[1, place], total[2, t] + after[2, place], floor * t
                     )
                 elif tail == 0:
                     baseline = 0.0

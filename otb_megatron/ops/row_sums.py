@@ -69,9 +69,11 @@ class PlainRowSums:
         highest = z.masked_fill(is_target, EMPTY_REFERENCE).amax(1, keepdim=True)
         t = ((z - highest) * scale.unsqueeze(1)).masked_fill_(is_target, 0.0)
         power = torch.exp2(t).masked_fill_(is_target, 0.0)
+        is_highest = (z == highest) & ~is_target
         factor = scale.double()
         result[0] = highest.squeeze(1).double() * factor
-        result[1] = power.sum(1)
+        # The terms that are 1 are counted, for next to a 1 the digits of small terms would be lost, and with them an entropy near 0.
+        result[1] = is_highest.sum(1) + power.masked_fill(is_highest, 0.0).sum(1).double()
         result[2] = power.square().sum(1)
         result[3] = (power * t).sum(1)
         result[4] = target_logit.squeeze(1).double() * factor

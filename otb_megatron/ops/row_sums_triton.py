@@ -24,6 +24,7 @@ def _sums_kernel(tile, stride_row, stride_column, columns, target, scale, result
     y = tl.load(target + row)
     factor = tl.load(scale + row)
     highest = _EMPTY
+    ones = 0.0  # the terms of S that are 1 are counted apart, as in the plain twin
     s = 0.0
     r = 0.0
     w = 0.0
@@ -36,14 +37,17 @@ def _sums_kernel(tile, stride_row, stride_column, columns, target, scale, result
         rescale = tl.exp2(shift)
         t = tl.where(counted, (z - new_highest) * factor, 0.0)
         power = tl.where(counted, tl.exp2(t), 0.0)
-        w = rescale * (w + shift * s) + tl.sum(power * t, axis=0)
-        s = rescale * s + tl.sum(power, axis=0)
+        w = rescale * (w + shift * (s + ones)) + tl.sum(power * t, axis=0)
+        is_highest = counted & (z == new_highest)
+        raised = new_highest > highest
+        s = tl.where(raised, rescale * (s + ones), s) + tl.sum(tl.where(is_highest, 0.0, power), axis=0)
+        ones = tl.where(raised, 0.0, ones) + tl.sum(is_highest.to(tl.float32), axis=0)
         r = rescale * rescale * r + tl.sum(power * power, axis=0)
         highest = new_highest
     z_y = tl.load(logits + y * stride_column, mask=y >= 0, other=0.0)
     wide_factor = factor.to(tl.float64)
     tl.store(result + row, highest.to(tl.float64) * wide_factor)
-    tl.store(result + tokens + row, s.to(tl.float64))
+    tl.store(result + tokens + row, ones.to(tl.float64) + s.to(tl.float64))
     tl.store(result + 2 * tokens + row, r.to(tl.float64))
     tl.store(result + 3 * tokens + row, w.to(tl.float64))
     tl.store(result + 4 * tokens + row, z_y.to(tl.float64) * wide_factor)

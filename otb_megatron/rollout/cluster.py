@@ -22,7 +22,9 @@ def enter(address: str | None, *, gpus: int, cpus: int) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's future default, which it asks for in a warning: leave CUDA_VISIBLE_DEVICES alone where no GPU is asked for.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    # Of several engines that fail, the first one is raised; Ray would print the tracebacks of the others.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         try:

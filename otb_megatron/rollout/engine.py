@@ -64,7 +64,8 @@ class Engine:
         from vllm import SamplingParams
 
         # logprobs=0 is the sampled token's log-prob and no other.
-        parameters = [SamplingParams(**sampling, seed=seed, logprobs=0, detokenize=False) for seed in seeds or [None] * len(prompts)]
+        fixed = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
+        parameters = [SamplingParams(**sampling, **fixed, seed=seed) for seed in seeds or [None] * len(prompts)]
         outputs = self._llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False)
         return [[_completion(output) for output in request.outputs] for request in outputs]
 
@@ -105,6 +106,8 @@ def check_known(arguments: dict[str, Any], known: set[str]) -> None:
 
 
 def _completion(output: Any) -> Completion:
-    log_probs = tuple(position[token].logprob for token, position in zip(output.token_ids, output.logprobs or (), strict=False))
+    token_ids = tuple(output.token_ids)
+    if tuple(output.logprobs.token_ids) != token_ids:
+        raise RuntimeError(f"vLLM gave log-probs of {len(output.logprobs.token_ids)} other tokens than the {len(token_ids)} sampled ones")
     versions = tuple(span.version for span in output.weight_versions or ())
-    return Completion(tuple(output.token_ids), log_probs, output.finish_reason, versions)
+    return Completion(token_ids, tuple(output.logprobs.logprobs), output.finish_reason, versions)

@@ -84,12 +84,11 @@ class Run:
 
     def close(self, *, failed: bool = False) -> None:
         """Ends engines, workers and records; safe to call on a run that was built in part."""
-        for part in (self.source, self.engines):
-            if part is not None:
-                part.close()
+        if self.engines is not None:
+            self.engines.close()
         if self.recorder is not None:
             self.recorder.close(failed=failed)
-        self.source = self.engines = self.recorder = None
+        self.engines = self.recorder = None
         stop_parallel()
 
     def __enter__(self) -> Self:

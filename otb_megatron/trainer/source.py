@@ -28,8 +28,6 @@ class Source(Protocol):
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         """The samples of `step`; also records how they are."""
 
-    def close(self) -> None: ...
-
 
 class Engines:
     """The rollout engines with the verifier, serving training samples and evaluation alike."""
@@ -83,9 +81,6 @@ class Rollouts:
             save_rollouts(self._config.trainer.output_dir / "rollouts", step, samples)
         return samples
 
-    def close(self) -> None:
-        self._engines.close()
-
 
 class Recording:
     """The samples that an earlier run saved with `rollout.save`."""
@@ -99,8 +94,6 @@ class Recording:
         self.order.next(self._config.data.prompts_per_step)
         with timer.phase("rollout"):
             return load_rollouts(self._directory, step)
-
-    def close(self) -> None: ...
 
 
 class Demonstrations:
@@ -121,8 +114,6 @@ class Demonstrations:
                 response = Response(tokens, (), prompt.demonstration or "", "stop", policy_version=0)
                 samples.append(Sample(prompt, response, group=group, reward=0.0))
             return samples
-
-    def close(self) -> None: ...
 
 
 class Evaluation:

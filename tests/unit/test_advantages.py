@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from otb_megatron.algorithms import ADVANTAGES, AdvantageInputs, check_fields, check_options, estimate
 from otb_megatron.algorithms import optimal_token_baseline as otb
 from otb_megatron.algorithms import optimal_token_baseline_numba as compiled
+from otb_megatron.algorithms.token_returns import value_targets
 from otb_megatron.types import UserError
 
 TAILS = ("zero", "mean", "hold")
@@ -183,6 +185,31 @@ def test_hand_worked(case):
     inputs, options, expected = HAND_WORKED[case]
     check_options("advantage", case.split()[0], ADVANTAGES[case.split()[0]].function, options)
     np.testing.assert_allclose(estimate(case.split()[0], inputs, options).numpy(), expected, rtol=0, atol=2e-8)  # whitening adds 1e-8
+
+
+def test_value_targets():
+    """Rewards (0, 1), values (0.5, 0.8): the return for lam 1, V + (0.4, 0.2) for lam 0.5. A second response does not reach into the first."""
+    inputs = batch([2, 1], [0, 1], [0.0, 1.0, 5.0], values=[0.5, 0.8, 9.0])
+    np.testing.assert_allclose(value_targets(inputs.rewards, inputs.offsets, inputs.values), [1.0, 1.0, 5.0])
+    np.testing.assert_allclose(value_targets(inputs.rewards, inputs.offsets, inputs.values, lam=0.5), [0.9, 1.0, 5.0])
+
+
+@pytest.mark.parametrize("discount, lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
+def test_gae_against_its_recursion(discount, lam):
+    """A_t = delta_t + discount lam A_{t+1}, from the end, response by response, then whitened over the batch."""
+    for seed in range(10):
+        inputs = random_batch(seed)
+        expected = np.zeros(inputs.rewards.numel())
+        for start, end in itertools.pairwise(inputs.offsets.tolist()):
+            following, running = 0.0, 0.0
+            for a in reversed(range(start, end)):
+                running = float(inputs.rewards[a] + discount * following - inputs.values[a]) + discount * lam * running
+                following, expected[a] = float(inputs.values[a]), running
+        options = {"discount": discount, "lam": lam}
+        np.testing.assert_allclose(estimate("gae", inputs, options | {"whitened": False}), expected, atol=1e-12)
+        if len(expected) > 1:
+            whitened = (expected - expected.mean()) / np.sqrt(expected.var(ddof=1) + 1e-8)
+            np.testing.assert_allclose(estimate("gae", inputs, options), whitened, atol=1e-12)
 
 
 def by_sample(values: Tensor, offsets: Tensor) -> list[Tensor]:

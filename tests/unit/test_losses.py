@@ -26,6 +26,7 @@ def run(name, log_ratio, advantages, old=None, extra=None, **options):
 
 LN2 = math.log(2.0)
 SELECTED = {"selected": torch.tensor([False, True])}
+GSPO_UNCLIPPED = [-E(0.1), -E(0.1), -E(-1)]
 HAND_WORKED = [
     # name, log ratios, advantages, extra arguments and options -> loss, gradient
     # r = 2, 1/2 with A = 1: min(2, 1.2) = 1.2 clipped; min(0.5, 0.8) = 0.5. With A = -1: max(2, 1.2) = 2; max(0.5, 0.8) = 0.8 clipped
@@ -47,7 +48,7 @@ HAND_WORKED = [
     ("vapo", [LN2], [1], {"extra": {"positive": torch.tensor([0.0])}}, [-1.28], [0.0]),
     ("negative_log_likelihood", [-1.0], [7], {}, [2.0], [-1.0]),
     # one response of log ratios 0.2, 0 and one of -1: s = exp(0.1), exp(-1)
-    ("gspo", [0.2, 0.0, -1.0], [1, 1, 1], {"extra": {"offsets": torch.tensor([0, 2, 3])}, "clip_ratio_high": 0.2}, [-E(0.1)] * 2 + [-E(-1)], [-E(0.1)] * 2 + [-E(-1)]),
+    ("gspo", [0.2, 0, -1], [1, 1, 1], {"extra": {"offsets": torch.tensor([0, 2, 3])}, "clip_ratio_high": 0.2}, GSPO_UNCLIPPED, GSPO_UNCLIPPED),
     # the paper's bounds clip s = exp(0.1) to 1.0004
     ("gspo", [0.2, 0.0], [1, 1], {"extra": {"offsets": torch.tensor([0, 0, 2])}}, [-1.0004] * 2, [0.0, 0.0]),
 ]
