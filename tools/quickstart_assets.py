@@ -3,7 +3,7 @@
     python tools/quickstart_assets.py --output runs/quickstart/assets --seed 0
 
 writes `model/` (a Hugging Face directory with random weights), `train.jsonl` and `validation.jsonl` (verl's
-schema). The task is reasoning-gym's `basic_arithmetic`: sums of two numbers from 0 to 100.
+schema). The task is the sums of reasoning-gym's `chain_sum`: two numbers from 10 to 99.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-NUM_TRAIN_ROWS = 8000
+NUM_TRAIN_ROWS = 6000
 NUM_VALIDATION_ROWS = 200
-VOCAB_SIZE = 300  # 256 bytes, 3 special tokens and the merges of the constant wording: with it a prompt is 11 to 15 tokens
+VOCAB_SIZE = 400  # 256 bytes, 3 special tokens and the merges of the constant wording: with it a prompt is 11 to 15 tokens
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -54,33 +54,31 @@ def make_assets(directory: Path, seed: int = 0) -> Assets:
 
 
 def _distinct_rows(num_rows: int, seed: int) -> list[dict]:
-    """reasoning-gym draws with replacement; a problem that came before is left out, so that held-out problems are new to the model."""
-    # allow_parentheses=False is the form whose numbers run from 0 to 10^digits without a sign.
-    # reasoning-gym seeds problem i with seed + i: far apart seeds keep the problems of two runs different.
+    """The sums among reasoning-gym's sums and differences. It draws with replacement: a problem that came before is left out, so that held-out ones are new."""
+    num_draws = 20 * num_rows
     problems = reasoning_gym.create_dataset(
-        "basic_arithmetic",
+        "chain_sum",
         min_terms=2,
         max_terms=2,
         min_digits=2,
         max_digits=2,
-        operators=["+"],
-        allow_parentheses=False,
-        seed=seed * 1_000_000,
-        size=20 * num_rows,
+        seed=seed * num_draws,  # problem i is drawn with seed + i: so no two seeds of ours share a draw
+        size=num_draws,
     )
     rows: dict[str, dict] = {}
     for problem in problems:
-        rows.setdefault(problem["question"], problem)
+        if "+" in problem["metadata"]["expression"]:
+            rows.setdefault(problem["question"], problem)
         if len(rows) == num_rows:
             return list(rows.values())
-    raise RuntimeError(f"only {len(rows)} of {num_rows} distinct problems in {20 * num_rows} draws")
+    raise RuntimeError(f"only {len(rows)} of {num_rows} distinct sums in {num_draws} draws")
 
 
 def _write_jsonl(path: Path, problems: list[dict], split: str) -> None:
     with path.open("w") as file:
         for index, problem in enumerate(problems):
             row = {
-                "data_source": "reasoning_gym/basic_arithmetic",
+                "data_source": "reasoning_gym/chain_sum",
                 "prompt": [{"role": "user", "content": problem["question"]}],
                 "reward_model": {"style": "rule", "ground_truth": problem["answer"]},
                 "extra_info": {"split": split, "index": index},
@@ -91,7 +89,7 @@ def _write_jsonl(path: Path, problems: list[dict], split: str) -> None:
 def _make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE whose digits are always tokens of their own and whose merges are the task's constant wording."""
     tokenizer = Tokenizer(models.BPE())
-    # use_regex=False lets merges run across spaces and line ends, so that "user\nCalculate " is one token.
+    # use_regex=False lets merges run across spaces and line ends, so that "user\nState the final answer to the following arithmetic problem: " is one token.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -125,8 +123,9 @@ def _save_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int) 
         num_key_value_heads=2,
         head_dim=32,  # the smallest that vLLM's attention on a CPU takes
         max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
-        initializer_range=0.05,
+        initializer_range=0.088,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,

@@ -129,14 +129,15 @@ def _check_values(fields: Mapping[str, Tensor]) -> None:
         "values": "the critic must return finite numbers",
     }
     for field, remedy in remedies.items():
-        if field not in fields:
+        if field not in fields or fields[field].numel() == 0:
             continue
         value = fields[field]
-        bad = ~torch.isfinite(value)
-        if field in ("correction", "energy"):
-            bad |= value < 0
-        if bool(bad.any()):
-            place = int(bad.nonzero()[0])
-            sample = place if field == "greedy_reward" else int(torch.searchsorted(fields["offsets"], torch.tensor(place, device=value.device), right=True)) - 1
-            group = int(fields["group"][sample])
-            raise UserError(f"{field} of sample {sample} (prompt group {group}) is {float(value[place])}, one of {int(bad.sum())} such values: {remedy}")
+        low, high = torch.aminmax(value)  # one pass; NaN comes through
+        may_be_negative = field not in ("correction", "energy")
+        if bool(torch.isfinite(low) & torch.isfinite(high) & (may_be_negative | (low >= 0))):
+            continue
+        bad = ~torch.isfinite(value) | ((value < 0) & (not may_be_negative))
+        place = int(bad.nonzero()[0])
+        sample = place if field == "greedy_reward" else int(torch.searchsorted(fields["offsets"], torch.tensor(place, device=value.device), right=True)) - 1
+        group = int(fields["group"][sample])
+        raise UserError(f"{field} of sample {sample} (prompt group {group}) is {float(value[place])}, one of {int(bad.sum())} such values: {remedy}")

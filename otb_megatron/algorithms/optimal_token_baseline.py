@@ -63,7 +63,7 @@ def optimal_token_baseline(
         [actions], the dtype of `rewards`; computed in float64.
     """
     form = _compiled().advantages if _is_large(rewards) else tensor_form
-    return form(rewards, offsets, group, energy, correction, discount, tail, energy_floor).to(rewards.dtype)
+    return form(rewards, offsets, group, energy, correction, discount, tail, energy_floor)
 
 
 def optimal_token_baseline_loo(
@@ -91,7 +91,7 @@ def optimal_token_baseline_loo(
     Arguments and result are those of `optimal_token_baseline`.
     """
     form = _compiled().advantages_loo if _is_large(rewards) else tensor_form_loo
-    return form(rewards, offsets, group, energy, correction, discount, tail, energy_floor).to(rewards.dtype)
+    return form(rewards, offsets, group, energy, correction, discount, tail, energy_floor)
 
 
 def _is_large(rewards: Tensor) -> bool:
@@ -107,18 +107,18 @@ def _compiled() -> ModuleType:
 def tensor_form(
     rewards: Tensor, offsets: Tensor, group: Tensor, energy: Tensor, correction: Tensor | None, discount: float, tail: Tail, energy_floor: float
 ) -> Tensor:
-    """float64 [actions]: `optimal_token_baseline` in plain tensor operations, on any device. The compiled twin is tested against it."""
+    """[actions]: `optimal_token_baseline` in plain tensor operations, on any device. The compiled twin is tested against it."""
     steps = _Steps.of(rewards, offsets, group, energy, correction, discount)
     alive, sums = steps.sums_over_live(torch.ones_like(steps.key, dtype=torch.bool))
     baseline = _floored_mean(alive, sums, energy_floor * steps.number.double())[steps.key]
     group_mean = steps.groups.mean(steps.first_return())[steps.groups.index]
-    return steps.advantages(baseline, alive, tail, group_mean)
+    return steps.advantages(baseline, alive, tail, group_mean).to(rewards.dtype)
 
 
 def tensor_form_loo(
     rewards: Tensor, offsets: Tensor, group: Tensor, energy: Tensor, correction: Tensor | None, discount: float, tail: Tail, energy_floor: float
 ) -> Tensor:
-    """float64 [actions]: `optimal_token_baseline_loo` in plain tensor operations, on any device. One pass for each place in a group."""
+    """[actions]: `optimal_token_baseline_loo` in plain tensor operations, on any device. One pass for each place in a group."""
     steps = _Steps.of(rewards, offsets, group, energy, correction, discount)
     ordinal = steps.groups.ordinal()[steps.sample]
     baseline = torch.zeros_like(steps.returns)
@@ -129,7 +129,7 @@ def tensor_form_loo(
     alive, _ = steps.sums_over_live(torch.ones_like(steps.key, dtype=torch.bool))
     first, size = steps.first_return(), steps.groups.size[steps.groups.index]
     others_mean = (steps.groups.total(first)[steps.groups.index] - first) / (size - 1).clamp(min=1)
-    return steps.advantages(baseline, alive, tail, others_mean)
+    return steps.advantages(baseline, alive, tail, others_mean).to(rewards.dtype)
 
 
 def _floored_mean(alive: Tensor, sums: Tensor, floor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The compiled twins of `optimal_token_baseline`'s two forms, for large batches in CPU memory.
 
-One pass over each group with scratch memory of its longest response, where the tensor form holds a dozen arrays of all
-actions. Groups are shared out to threads: the compiled code holds no interpreter lock, and needs no threading runtime of
-numba's, which would not survive the forks of the reward workers.
+One pass over each group, with scratch memory for that group alone, where the tensor form holds a dozen arrays of all actions.
+Groups are shared out to threads: the compiled code holds no interpreter lock, and needs no threading runtime of numba's,
+which would not survive the forks of the reward workers.
 
 Importing this module loads numba. Compiled code is cached on disk.
 """
@@ -25,14 +25,14 @@ _MAX_THREADS = 16  # memory bandwidth is used up before
 def advantages(
     rewards: Tensor, offsets: Tensor, group: Tensor, energy: Tensor, correction: Tensor | None, discount: float, tail: str, energy_floor: float
 ) -> Tensor:
-    """float64 [actions]: `optimal_token_baseline` on CPU tensors."""
+    """[actions], the dtype of the rewards: `optimal_token_baseline` on CPU tensors."""
     return _run(_plain, rewards, offsets, group, energy, correction, (discount, _TAILS[tail], energy_floor))
 
 
 def advantages_loo(
     rewards: Tensor, offsets: Tensor, group: Tensor, energy: Tensor, correction: Tensor | None, discount: float, tail: str, energy_floor: float
 ) -> Tensor:
-    """float64 [actions]: `optimal_token_baseline_loo` on CPU tensors."""
+    """[actions], the dtype of the rewards: `optimal_token_baseline_loo` on CPU tensors."""
     return _run(_leave_one_out, rewards, offsets, group, energy, correction, (discount, _TAILS[tail], energy_floor))
 
 
@@ -45,7 +45,7 @@ def _run(
     correction: Tensor | None,
     options: tuple[float, int, float],
 ) -> Tensor:
-    out = torch.empty(rewards.numel(), dtype=torch.float64)
+    out = torch.empty_like(rewards, memory_format=torch.contiguous_format)
     starts, ids = offsets.numpy(), group.numpy()
     samples = np.flatnonzero(np.diff(starts) > 0)  # one without actions is no member of its group
     members = samples[np.argsort(ids[samples], kind="stable")]
@@ -73,11 +73,12 @@ def _chunks(first_member: np.ndarray, lengths: np.ndarray, count: int) -> list[t
 
 
 @numba.njit(nogil=True, cache=True)
-def _fill_returns(begin, end, rewards, discount, out):
+def _fill_returns(begin, end, rewards, discount, returns):
+    """returns[t] = G of the sample's action t."""
     running = 0.0
     for a in range(end - 1, begin - 1, -1):
         running = rewards[a] + discount * running
-        out[a] = running
+        returns[a - begin] = running
 
 
 @numba.njit(nogil=True, cache=True)
@@ -108,35 +109,45 @@ def _longest_two(first, last, members, offsets):
 
 
 @numba.njit(nogil=True, cache=True)
+def _place(first, last, members, offsets):
+    """Where each member's actions start in scratch memory of the group, and the size of that."""
+    place = np.zeros(last - first + 1, np.int64)
+    for m in range(first, last):
+        place[m - first + 1] = place[m - first] + offsets[members[m] + 1] - offsets[members[m]]
+    return place
+
+
+@numba.njit(nogil=True, cache=True)
 def _plain(first_group, last_group, first_member, members, offsets, rewards, energy, correction, out, discount, tail, floor):
     for g in range(first_group, last_group):
         first, last = first_member[g], first_member[g + 1]
         longest, shared = _longest_two(first, last, members, offsets)  # beyond `shared` steps one response is alone
-        alive, returns, weight, weighted = np.zeros(longest, np.int64), np.zeros(longest), np.zeros(longest), np.zeros(longest)
+        place = _place(first, last, members, offsets)
+        returns = np.empty(place[-1])
+        alive, total = np.zeros(longest, np.int64), np.zeros((3, longest))  # sums of G, W, G W over the live responses
         for m in range(first, last):
             begin, end = offsets[members[m]], offsets[members[m] + 1]
-            _fill_returns(begin, end, rewards, discount, out)
+            own = returns[place[m - first] : place[m - first + 1]]
+            _fill_returns(begin, end, rewards, discount, own)
             realized = 0.0
-            for a in range(begin, end):
-                realized += _weight(a, energy, correction)
-                t = a - begin
+            for t in range(end - begin):
+                realized += _weight(begin + t, energy, correction)
                 alive[t] += 1
-                returns[t] += out[a]
-                weight[t] += realized
-                weighted[t] += realized * out[a]
-        if last - first == 1:
-            continue
+                total[0, t] += own[t]
+                total[1, t] += realized
+                total[2, t] += realized * own[t]
         baseline = np.zeros(longest)
-        for t in range(shared):
-            baseline[t] = _floored_mean(alive[t], returns[t], weight[t], weighted[t], floor * (t + 1))
-        if tail == 1:
-            baseline[shared:] = returns[0] / (last - first)
-        elif tail == 2:
-            baseline[shared:] = baseline[shared - 1]
+        if last - first > 1:
+            for t in range(shared):
+                baseline[t] = _floored_mean(alive[t], total[0, t], total[1, t], total[2, t], floor * (t + 1))
+            if tail == 1:
+                baseline[shared:] = total[0, 0] / (last - first)
+            elif tail == 2:
+                baseline[shared:] = baseline[shared - 1]
         for m in range(first, last):
-            begin, end = offsets[members[m]], offsets[members[m] + 1]
-            for a in range(begin, end):
-                out[a] -= baseline[a - begin]
+            begin, own = offsets[members[m]], returns[place[m - first] : place[m - first + 1]]
+            for t in range(own.size):
+                out[begin + t] = own[t] - baseline[t]
 
 
 @numba.njit(nogil=True, cache=True)
@@ -145,50 +156,36 @@ def _leave_one_out(first_group, last_group, first_member, members, offsets, rewa
     for g in range(first_group, last_group):
         first, last = first_member[g], first_member[g + 1]
         longest, shared = _longest_two(first, last, members, offsets)
-        actions = 0
-        for m in range(first, last):
-            actions += offsets[members[m] + 1] - offsets[members[m]]
-        own, after = np.empty(actions), np.empty((3, actions))  # W of each action; sums over the members after its own
+        place = _place(first, last, members, offsets)
+        returns, realized, after = np.empty(place[-1]), np.empty(place[-1]), np.empty((3, place[-1]))
         alive, total = np.zeros(longest, np.int64), np.zeros((3, longest))  # sums of G, W, G W over the members met so far
         first_returns = 0.0
-        place = actions
         for m in range(last - 1, first - 1, -1):
-            begin, end = offsets[members[m]], offsets[members[m] + 1]
-            _fill_returns(begin, end, rewards, discount, out)
-            first_returns += out[begin]
-            place -= end - begin
-            realized = 0.0
-            for a in range(begin, end):
-                t = a - begin
-                realized += _weight(a, energy, correction)
-                own[place + t] = realized
-                for k in range(3):
-                    after[k, place + t] = total[k, t]
+            begin, end, p = offsets[members[m]], offsets[members[m] + 1], place[m - first]
+            _fill_returns(begin, end, rewards, discount, returns[p : place[m - first + 1]])
+            first_returns += returns[p]
+            running = 0.0
+            for t in range(end - begin):
+                running += _weight(begin + t, energy, correction)
+                realized[p + t] = running
+                after[0, p + t], after[1, p + t], after[2, p + t] = total[0, t], total[1, t], total[2, t]
                 alive[t] += 1
-                total[0, t] += out[a]
-                total[1, t] += realized
-                total[2, t] += realized * out[a]
-        if last - first == 1:
-            continue
+                total[0, t] += returns[p + t]
+                total[1, t] += running
+                total[2, t] += running * returns[p + t]
         total[:] = 0.0
         for m in range(first, last):
-            begin, end = offsets[members[m]], offsets[members[m] + 1]
-            others_mean = (first_returns - out[begin]) / (last - first - 1)
+            begin, end, p = offsets[members[m]], offsets[members[m] + 1], place[m - first]
             baseline = 0.0
-            for a in range(begin, end):
-                t = a - begin
-                gain = out[a]
-                if t < shared:
-                    others = alive[t] - 1
-                    baseline = _floored_mean(
-                        others, total[0, t] + after[0, place], total[1, t] + after[1, place], total[2, t] + after[2, place], floor * t
-                    )
-                elif tail == 0:
+            for t in range(end - begin):
+                if last - first > 1 and t < shared:
+                    others = total[0, t] + after[0, p + t], total[1, t] + after[1, p + t], total[2, t] + after[2, p + t]
+                    baseline = _floored_mean(alive[t] - 1, others[0], others[1], others[2], floor * (t + 1))
+                elif last - first == 1 or tail == 0:
                     baseline = 0.0
                 elif tail == 1:
-                    baseline = others_mean
-                out[a] = gain - baseline
-                total[0, t] += gain
-                total[1, t] += own[place]
-                total[2, t] += own[place] * gain
-                place += 1
+                    baseline = (first_returns - returns[p]) / (last - first - 1)
+                out[begin + t] = returns[p + t] - baseline  # tail 2 holds the last baseline
+                total[0, t] += returns[p + t]
+                total[1, t] += realized[p + t]
+                total[2, t] += realized[p + t] * returns[p + t]

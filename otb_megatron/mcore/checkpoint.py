@@ -116,8 +116,7 @@ def _sharded_state(model: Model, optimizer: Optimizer | None, metadata: dict[str
     chunks = {f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(model.chunks)}
     state: dict[str, Any] = dict(chunks)
     if optimizer is not None:
-        tensors = {key: value for chunk in chunks.values() for key, value in chunk.items()}
-        state["optimizer"] = optimizer.megatron.sharded_state_dict(tensors, is_loading=is_loading, metadata=metadata)
+        state["optimizer"] = optimizer.megatron.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
         state["schedule"] = optimizer.schedule.state_dict()
     return state
 

@@ -45,8 +45,9 @@ def check_arguments(columns: int, targets: Tensor, ignored: Tensor, vocab_size: 
         values = [int(getattr(header, name)) for header in headers]
         if len(set(values)) > 1:
             faults.append(f"the ranks of the tensor-parallel group disagree on the number of {name}: {values} in rank order")
-    if vocab_size < 1 or vocab_size > columns * len(headers):
-        faults.append(f"a vocabulary of {vocab_size} does not fit an output projection of {len(headers)} x {columns} columns")
+    largest, room = max(int(header.vocab_size) for header in headers), sum(int(header.columns) for header in headers)
+    if not 1 <= largest <= room:
+        faults.append(f"a vocabulary of {largest} does not fit an output projection of {room} columns in {len(headers)} shards")
     for rank, header in enumerate(headers):
         if header.bad_target_token >= 0:
             where = f"token {header.bad_target_token:.0f} on rank {rank}"

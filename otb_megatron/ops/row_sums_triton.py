@@ -33,7 +33,7 @@ def _sums_kernel(tile, stride_row, stride_column, columns, target, scale, result
         counted = (column < columns) & (column != y)
         z = tl.load(logits + column.to(tl.int64) * stride_column, mask=counted, other=0.0).to(tl.float32)
         new_highest = tl.maximum(highest, tl.max(tl.where(counted, z, _EMPTY), axis=0))
-        shift = tl.maximum((highest - new_highest) * factor, _FAR_BELOW)
+        shift = tl.maximum(highest - new_highest, _FAR_BELOW) * factor
         rescale = tl.exp2(shift)
         t = tl.where(counted, (z - new_highest) * factor, 0.0)
         power = tl.where(counted, tl.exp2(t), 0.0)

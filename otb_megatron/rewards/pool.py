@@ -93,7 +93,7 @@ class RewardPool:
         self._num_started = 0
         self._control, far_end = Pipe()
         self._server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "otb_megatron.rewards.worker", str(far_end.fileno())],
+            [sys.executable, "-P", "-m", "otb_megatron.rewards.worker", str(far_end.fileno()), str(os.getpid())],
             pass_fds=[far_end.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
@@ -137,7 +137,11 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends all processes within seconds, hung ones too."""
-        self._control.close()  # at which the server kills its workers and ends
+        try:
+            self._control.send(("close", None))  # at which the server kills its workers and ends
+        except BrokenPipeError:
+            pass  # it has ended
+        self._control.close()
         for worker in self._workers.values():
             worker.connection.close()
         self._workers.clear()
@@ -189,9 +193,7 @@ class RewardPool:
         try:
             message = self._control.recv()
         except (EOFError, ConnectionResetError) as error:
-            raise UserError(
-                f"the reward server process ended unexpectedly (exit code {self._server.wait(CLOSE_TIMEOUT_S)}); what it printed stands above"
-            ) from error
+            raise self._server_ended() from error
         if message[0] == "failed":
             raise UserError(message[1])
         _, key, status = message
@@ -217,8 +219,11 @@ class RewardPool:
     def _replace(self, key: int) -> None:
         """Kills a worker, if it lives, and starts another; its calls are the caller's to look after."""
         self._workers.pop(key).connection.close()
-        self._control.send(("kill", key))
-        self._start_worker()
+        try:
+            self._control.send(("kill", key))
+            self._start_worker()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._server_ended() from error
 
     def _start_worker(self) -> None:
         near_end, far_end = Pipe()
@@ -229,6 +234,9 @@ class RewardPool:
         far_end.close()
         self._workers[self._num_started] = _Worker(near_end)
         self._num_started += 1
+
+    def _server_ended(self) -> UserError:
+        return UserError(f"the reward server process has ended (exit code {self._server.wait(CLOSE_TIMEOUT_S)}); what it printed stands above")
 
     def _explain(self, failures: Sequence[RewardFailure], pairs: Sequence[tuple[Prompt, Response]]) -> str:
         function, max_failures = self._config.function, self._config.max_failures

@@ -2,13 +2,14 @@
 
 The server starts clean (it is executed, not forked, so no torch, gloo or Ray state of the trainer is in it), imports the
 function once, and never calls it. Forking it costs milliseconds and shares its memory: a killed worker is replaced at
-once, however long the verifier's library takes to import. It alone reaps and kills workers, and when the trainer is gone,
-by whatever death, it kills them all.
+once, however long the verifier's library takes to import. It alone reaps and kills workers. When the trainer is gone, by
+whatever death, it kills them all, and when it is gone itself, the kernel does.
 
 Messages over the control connection:
     trainer -> server   (function name, options), first of all
                         ("start", worker), followed by the file descriptor of the worker's end of its connection
                         ("kill", worker)
+                        ("close", None)
     server -> trainer   ("failed", message) when the function cannot be imported
                         ("exited", worker, exit status), negative for a signal
 
@@ -20,6 +21,7 @@ Over a worker's own connection:
 
 from __future__ import annotations
 
+import ctypes
 import math
 import numbers
 import os
@@ -36,12 +38,17 @@ import numpy as np
 from otb_megatron.rewards.registry import RewardFunction, resolve
 from otb_megatron.types import Prompt, Response, UserError
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h; Python has no name for it
 MAX_MESSAGE = 500  # characters of a verifier's error that travel to the trainer
 
 
-def serve(control_fd: int) -> None:
+def serve(control_fd: int, trainer_pid: int) -> None:
     """The server's main program: starts and kills workers as told, reports each one's end, and leaves none behind."""
     control = Connection(control_fd)
+    # A process forked by the trainer may outlive it with the control connection open, so the end of the connection says too little.
+    trainer = os.pidfd_open(trainer_pid)
+    if os.getppid() != trainer_pid:
+        return  # the trainer is gone, and the number may be another process's by now
     name, options = control.recv()
     try:
         function = resolve(name, options)
@@ -51,7 +58,9 @@ def serve(control_fd: int) -> None:
     workers: dict[int, tuple[int, int]] = {}  # worker -> (process id, pidfd)
     try:
         while True:
-            ready = wait([control, *(pidfd for _, pidfd in workers.values())])
+            ready = wait([control, trainer, *(pidfd for _, pidfd in workers.values())])
+            if trainer in ready:
+                return
             for worker, (pid, pidfd) in list(workers.items()):
                 if pidfd in ready:
                     _signal_group(pid)  # what the verifier left running
@@ -61,12 +70,14 @@ def serve(control_fd: int) -> None:
                     control.send(("exited", worker, status))
             if control in ready:
                 order, worker = control.recv()
+                if order == "close":
+                    return
                 if order == "start":
                     workers[worker] = _start(control, function, options)
                 elif worker in workers:
                     _signal_group(workers[worker][0])
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the trainer has closed the pool, or is gone
+        pass  # the trainer is gone
     finally:
         for pid, _ in workers.values():
             _signal_group(pid)
@@ -80,6 +91,7 @@ def _start(control: Connection, function: RewardFunction, options: Mapping[str, 
         status = 1
         try:
             os.setpgid(0, 0)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             control.close()
             _work(connection, function, options)
             status = 0
@@ -125,5 +137,5 @@ def _call(function: RewardFunction, prompt: Prompt, response: Response, options:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), int(sys.argv[2]))
     os._exit(0)  # nothing is left to flush, and torch takes its time to unload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import ray
@@ -25,6 +26,10 @@ class Deadline:
         self.timeout_s = timeout_s
         self.setting = setting
         self._end = time.monotonic() + timeout_s
+
+    @property
+    def remaining(self) -> timedelta:
+        return timedelta(seconds=self.remaining_s)
 
     @property
     def remaining_s(self) -> float:

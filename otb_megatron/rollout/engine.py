@@ -52,6 +52,7 @@ class Engine:
 
         check_known(arguments, {field.name for field in dataclasses.fields(EngineArgs)})
         self._llm = LLM(**arguments)
+        self._holds_update = False  # received whole, not yet switched to
 
     def generate(self, prompts: list[tuple[int, ...]], seeds: list[int] | None, sampling: dict[str, Any]) -> list[list[Completion]]:
         """Samples for each prompt.
@@ -75,12 +76,17 @@ class Engine:
 
     def receive_weights(self, delivery: dict[str, Any]) -> None:
         """Takes a whole update. It is not used before `finish_weights`."""
+        if self._holds_update:  # the pool gave the last one up, since another engine failed; vLLM must close it all the same
+            self._llm.finish_weight_update()
+            self._holds_update = False
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": delivery})
+        self._holds_update = True
 
     def finish_weights(self, version: int) -> None:
         """Switches to the weights received last."""
         self._llm.finish_weight_update(str(version))
+        self._holds_update = False
         # vLLM keeps the key-value cache of prompts it has seen; those entries were computed with the old weights.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, so responses would mix old and new weights")

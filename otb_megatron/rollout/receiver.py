@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from otb_megatron.rollout.transfer import BACKEND, TensorMetadata, broadcast, buckets, open_group, open_store
+from otb_megatron.rollout.transfer import BACKEND, TensorMetadata, TransferGroup, buckets
 
 
 @dataclass
@@ -54,10 +54,15 @@ class WeightReceiver(WeightTransferEngine[Connection, Delivery]):
     update_info_cls = Delivery
 
     def init_transfer_engine(self, init_info: Connection) -> None:
-        rank = init_info.first_rank + self.parallel_config.rank
-        store = open_store(init_info.address, init_info.port, is_sender=False, timeout_s=init_info.timeout_s)
-        self._group = open_group(store, rank, init_info.world_size, self.device, init_info.timeout_s)
         self._bucket_bytes = init_info.bucket_bytes
+        self._group = TransferGroup(
+            init_info.address,
+            init_info.port,
+            rank=init_info.first_rank + self.parallel_config.rank,
+            world_size=init_info.world_size,
+            device=self.device,
+            timeout_s=init_info.timeout_s,
+        )
 
     def start_weight_update(self) -> None:
         # An update that broke off leaves layers waiting for the rest of their tensors, and what they hold would be
@@ -69,11 +74,20 @@ class WeightReceiver(WeightTransferEngine[Connection, Delivery]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Delivery) -> None:
+        """Takes every bucket. What goes wrong with one is raised at the end, since the other receivers still want theirs."""
+        fault: Exception | None = None
         for bucket in buckets(update_info.metadata(), self._bucket_bytes):
+            self._group.await_word()
             flat = torch.empty(sum(tensor.num_elements for tensor in bucket), dtype=bucket[0].dtype, device=self.device)
-            broadcast(self._group, flat).wait()
+            self._group.broadcast(flat).wait()
             parts = flat.split([tensor.num_elements for tensor in bucket])
-            self.model.load_weights([(tensor.name, part.view(tensor.shape)) for tensor, part in zip(bucket, parts, strict=True)])
+            try:
+                self.model.load_weights([(tensor.name, part.view(tensor.shape)) for tensor, part in zip(bucket, parts, strict=True)])
+            except Exception as error:
+                fault = fault or error
+        self._group.await_word()
+        if fault is not None:
+            raise fault
         if missing := _incomplete_modules(self.model, self._tied_heads):
             raise ValueError(f"the update leaves {len(missing)} module(s) of vLLM's model without their weights: {', '.join(missing)}")
 
@@ -83,7 +97,7 @@ class WeightReceiver(WeightTransferEngine[Connection, Delivery]):
             _repack(self._tied_heads)
 
     def shutdown(self) -> None:
-        self._group = None
+        """Nothing to do: the sender closes the group."""
 
 
 def _tied_heads(model: nn.Module) -> list[ParallelLMHead]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,17 +11,16 @@ from typing import Any
 import ray
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, TCPStore, Work
+from torch.distributed import Work
 
 from otb_megatron.rollout.calls import Deadline, raise_failures, wait_for_all
-from otb_megatron.rollout.transfer import TensorMetadata, broadcast, buckets, open_group, open_store
+from otb_megatron.rollout.transfer import TensorMetadata, TransferGroup, buckets, open_store
 
 
 class WeightSender:
     """Streams whole updates to every worker of every engine at once.
 
-    A transfer that fails leaves the engines without a whole set of weights and the group closed; the next `send` opens
-    a new one.
+    A transfer that fails leaves the engines without a whole set of weights; the next `send` joins them anew.
     """
 
     def __init__(self, engines: Mapping[str, Any], *, workers_per_engine: int, bucket_bytes: int, timeout_s: float, device: torch.device):
@@ -29,8 +29,7 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._device = device
-        self._store: TCPStore | None = None
-        self._group: ProcessGroup | None = None
+        self._group: TransferGroup | None = None
 
     def send(self, metadata: Sequence[TensorMetadata], tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Sends one update and returns when every engine samples from it.
@@ -64,58 +63,61 @@ class WeightSender:
             raise
 
     def disconnect(self) -> None:
-        """Closes the group. A receiver that waits for a tensor gets an error at once, not after the deadline."""
         if self._group is not None:
-            self._group.abort()
-        self._group = self._store = None
+            self._group.close()
+            self._group = None
 
     def _connect(self, deadline: Deadline) -> None:
+        wait_for_all({name: engine.__ray_ready__.remote() for name, engine in self._engines.items()}, deadline, "answering")
         address = ray.util.get_node_ip_address()
+        store = open_store(address, self._timeout_s)
         world_size = 1 + len(self._engines) * self._workers_per_engine
-        self._store = open_store(address, 0, is_sender=True, timeout_s=self._timeout_s)
         connection = {
             "address": address,
-            "port": self._store.port,
+            "port": store.port,
             "world_size": world_size,
             "bucket_bytes": self._bucket_bytes,
             "timeout_s": self._timeout_s,
         }
         offsets = first_ranks(len(self._engines), self._workers_per_engine)
         calls = {name: engine.connect.remote(connection | {"first_rank": rank}) for (name, engine), rank in zip(self._engines.items(), offsets, strict=True)}
-        try:
-            self._group = open_group(self._store, 0, world_size, self._device, self._timeout_s)
-        except Exception:
-            raise_failures(calls, "joining the weight transfer")
-            raise
+        with _blaming(calls, "joining the weight transfer"):
+            self._group = TransferGroup(
+                address, store.port, rank=0, world_size=world_size, device=self._device, timeout_s=self._timeout_s, store=store
+            )
         wait_for_all(calls, deadline, "joining the weight transfer")
 
     def _stream(self, metadata: Sequence[TensorMetadata], tensors: Iterator[tuple[str, Tensor]], receipts: Mapping[str, Any], deadline: Deadline) -> None:
         """Broadcasts bucket after bucket; the next one is gathered while the last one travels."""
         travelling: Work | None = None
-        for bucket in buckets(metadata, self._bucket_bytes):
-            flat = _fill(bucket, tensors, self._device)
-            if travelling is not None:
-                self._arrive(travelling, receipts, deadline)
-            travelling = broadcast(self._group, flat)
-        if travelling is not None:
-            self._arrive(travelling, receipts, deadline)
-        if (extra := next(tensors, None)) is not None:
-            raise ValueError(f"tensor {extra[0]} is not in the metadata of the update")
-
-    def _arrive(self, work: Work, receipts: Mapping[str, Any], deadline: Deadline) -> None:
-        """Waits for a broadcast, and for the failure of a receiver, which would leave it waiting for ever."""
-        next_check = time.monotonic() + 0.1
-        while not work.is_completed():
-            time.sleep(0.0002)
-            if time.monotonic() >= next_check:
-                raise_failures(receipts, "taking new weights")
-                next_check = time.monotonic() + 0.1
-            if deadline.remaining_s == 0:
-                wait_for_all(receipts, deadline, "taking new weights")
-        work.wait()
+        filled = _fill_buckets(metadata, tensors, self._bucket_bytes, self._device)
+        while True:
+            try:
+                flat = next(filled, None)
+            except BaseException:
+                self._group.give_word(go_on=False)
+                raise
+            with _blaming(receipts, "taking new weights"):
+                if travelling is not None:
+                    travelling.wait(deadline.remaining)
+                self._group.give_word(go_on=True)
+                if flat is None:
+                    return
+                travelling = self._group.broadcast(flat)
 
     def _call(self, method: str, argument: Any) -> dict[str, Any]:
         return {name: getattr(engine, method).remote(argument) for name, engine in self._engines.items()}
+
+
+@contextlib.contextmanager
+def _blaming(calls: Mapping[str, Any], doing: str) -> Iterator[None]:
+    """Replaces torch's error about a lost connection with that of the engine that was lost."""
+    try:
+        yield
+    except Exception:
+        time.sleep(1.0)  # Ray learns of a process's end a little later than its sockets do
+        raise_failures(calls, doing)
+        raise
 
 
 def first_ranks(num_engines: int, workers_per_engine: int) -> list[int]:
@@ -123,16 +125,19 @@ def first_ranks(num_engines: int, workers_per_engine: int) -> list[int]:
     return [1 + index * workers_per_engine for index in range(num_engines)]
 
 
-def _fill(bucket: Sequence[TensorMetadata], tensors: Iterator[tuple[str, Tensor]], device: torch.device) -> Tensor:
-    """The next tensors as one flat tensor on `device`; raises ValueError where one is not what `bucket` announces."""
-    parts = []
-    for expected in bucket:
-        name, tensor = next(tensors, (None, None))
-        if tensor is None:
-            raise ValueError(f"the tensors to send end before {expected.name}")
-        if (name, tensor.dtype, tuple(tensor.shape)) != (expected.name, expected.dtype, expected.shape):
-            raise ValueError(
-                f"tensor to send: {name} {tensor.dtype} {list(tensor.shape)}, but its metadata says {expected.name} {expected.dtype} {list(expected.shape)}"
-            )
-        parts.append(tensor.detach().reshape(-1).to(device))
-    return torch.cat(parts)
+def _fill_buckets(metadata: Sequence[TensorMetadata], tensors: Iterator[tuple[str, Tensor]], max_bytes: int, device: torch.device) -> Iterator[Tensor]:
+    """The tensors of each bucket as one flat tensor on `device`; raises ValueError where `tensors` is not what `metadata` says."""
+    for bucket in buckets(metadata, max_bytes):
+        parts = []
+        for expected in bucket:
+            name, tensor = next(tensors, (None, None))
+            if tensor is None:
+                raise ValueError(f"the tensors to send end before {expected.name}")
+            if (name, tensor.dtype, tuple(tensor.shape)) != (expected.name, expected.dtype, expected.shape):
+                raise ValueError(
+                    f"tensor to send: {name} {tensor.dtype} {list(tensor.shape)}, but its metadata says {expected.name} {expected.dtype} {list(expected.shape)}"
+                )
+            parts.append(tensor.detach().reshape(-1).to(device))
+        yield torch.cat(parts)
+    if (extra := next(tensors, None)) is not None:
+        raise ValueError(f"tensor {extra[0]} is not in the metadata of the update")

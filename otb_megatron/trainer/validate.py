@@ -39,7 +39,7 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     if model is not None:
         _collect(faults, lambda: check_divisible(config, model))
         _collect(faults, lambda: transformer_config(config, model))
-        if "num_experts" in model.config and config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
+        if model.is_moe and config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
             faults.append("an MoE model with parallel.tensor_model_parallel_size > 1 needs parallel.sequence_parallel=true (Megatron-Core's rule)")
     _collect(faults, lambda: _check_loss(config, task))
     if task == "train":

@@ -49,6 +49,10 @@ class HuggingFaceModel:
     def tied(self) -> bool:
         return bool(self.config.get("tie_word_embeddings", False))
 
+    @property
+    def is_moe(self) -> bool:
+        return "num_moe_experts" in self.architecture.settings(self.config)
+
     def padded_vocab_size(self, tensor_model_parallel_size: int, divisible_by: int) -> int:
         """The vocabulary size rounded up so that every tensor-parallel rank holds the same multiple of `divisible_by` rows."""
         multiple = tensor_model_parallel_size * divisible_by
@@ -111,7 +115,7 @@ def _dense_mlp(megatron: str, hf: str, config: dict[str, Any]) -> list[Rule]:
 
 def _moe_mlp(megatron: str, hf: str, config: dict[str, Any]) -> list[Rule]:
     rules = [Rule(megatron + "mlp.router.weight", (hf + "mlp.gate.weight",), Whole())]
-    for expert in range(config["num_experts"]):
+    for expert in range(_num_experts(config)):
         m, h = f"{megatron}mlp.experts.local_experts.{expert}.", f"{hf}mlp.experts.{expert}."
         rules += [
             Rule(m + "linear_fc1.weight", (h + "gate_proj.weight", h + "up_proj.weight"), GatedPair(), "expert"),
@@ -122,6 +126,11 @@ def _moe_mlp(megatron: str, hf: str, config: dict[str, Any]) -> list[Rule]:
 
 def _head_dim(config: dict[str, Any]) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _num_experts(config: dict[str, Any]) -> int:
+    """transformers 5 writes Qwen3-MoE's `num_experts` as `num_local_experts`."""
+    return config["num_experts"] if "num_experts" in config else config["num_local_experts"]
 
 
 def _qkv_bias(config: dict[str, Any]) -> bool:
@@ -151,9 +160,9 @@ def _settings(config: dict[str, Any], *, qk_norm: bool = False) -> dict[str, Any
 
 
 def _moe_settings(config: dict[str, Any]) -> dict[str, Any]:
-    _only(config, decoder_sparse_step=1, mlp_only_layers=[], num_local_experts=config["num_experts"])
+    _only(config, decoder_sparse_step=1, mlp_only_layers=[])
     return _settings(config, qk_norm=True) | dict(
-        num_moe_experts=config["num_experts"],
+        num_moe_experts=_num_experts(config),
         moe_router_topk=config["num_experts_per_tok"],
         moe_ffn_hidden_size=config["moe_intermediate_size"],
         moe_router_score_function="softmax",

@@ -106,6 +106,7 @@ def _stop(processes: Sequence[Any]) -> None:
         if process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # for a rank stopped before it had a group of its own
             process.join()
 
 

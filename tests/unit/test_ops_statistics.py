@@ -280,7 +280,7 @@ def test_peak_memory_of_the_fused_path(tokens, dtype):
     [
         ({"targets": [3, 100, 5]}, "target 100 of token 1 on rank 0 is outside the vocabulary of 100"),
         ({"targets": [3, 4, -1]}, "target -1 of token 2 on rank 0"),
-        ({"vocab_size": 129}, "a vocabulary of 129 does not fit an output projection of 1 x 128 columns"),
+        ({"vocab_size": 129}, "a vocabulary of 129 does not fit an output projection of 128 columns in 1 shards"),
         ({"temperature": 0.0}, "temperature 0 of token 0"),
         ({"temperature": torch.tensor([1.0, -0.5, 1.0])}, "temperature -0.5 of token 1"),
         ({"temperature": math.nan}, "temperature nan of token 0"),

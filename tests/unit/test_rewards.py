@@ -92,7 +92,6 @@ def test_reasoning_gym_scores_with_the_task_itself() -> None:
     # countdown has no single right answer: any expression over the numbers that reaches the target is right, by the entry's metadata.
     (countdown,) = gym_prompts(SourceConfig(reasoning_gym="countdown", num_rows=1))
     assert reasoning_gym(countdown, response(countdown.extra_info["metadata"]["expression"])) == 1.0
-    # The options of the task reach its verifier.
     with pytest.raises(ValueError, match="'test' with extra_info keys .* does not come from reasoning-gym"):
         reasoning_gym(prompt(), response("7"))
 
@@ -124,8 +123,11 @@ def test_a_function_that_only_the_trainer_can_import_is_an_error_and_no_hang(mon
     module = ModuleType("made_here")
     module.score = lambda prompt, response: 1.0
     monkeypatch.setitem(sys.modules, "made_here", module)
-    with RewardPool(RewardConfig(function="made_here:score")) as pool, pytest.raises(UserError, match="module 'made_here' cannot be imported"):
-        pool.score(pairs([""]))
+    with RewardPool(RewardConfig(function="made_here:score")) as pool:
+        with pytest.raises(UserError, match="module 'made_here' cannot be imported"):
+            pool.score(pairs([""]))
+        with pytest.raises(UserError, match="the reward server process has ended"):
+            pool.score(pairs([""]))
 
 
 # The pool
@@ -271,11 +273,16 @@ def test_cheap_calls_are_cheap(pool: RewardPool) -> None:
 
 def train_with_a_hanging_verifier(pids: Path) -> None:
     with RewardPool(RewardConfig(function=BEHAVE, timeout_s=1000, num_workers=1)) as pool:
+        bystander = os.fork()  # some library's process, which inherits every connection of the pool
+        if bystander == 0:
+            time.sleep(60)
+            os._exit(0)
+        pids.with_suffix(".bystander").write_text(str(bystander))
         pool.score(pairs([f"hang {pids}"]))
 
 
 def test_no_process_outlives_the_trainer(tmp_path: Path) -> None:
-    """Killed outright, or stopped by Ctrl-C, while the verifier hangs with a child of its own."""
+    """Killed outright, or stopped by Ctrl-C, while the verifier hangs with a child of its own and a fork of the trainer lives on."""
     fork = multiprocessing.get_context("fork")
     trainers = {how: fork.Process(target=train_with_a_hanging_verifier, args=(tmp_path / how.name,)) for how in (signal.SIGKILL, signal.SIGINT)}
     for trainer in trainers.values():
@@ -286,5 +293,6 @@ def test_no_process_outlives_the_trainer(tmp_path: Path) -> None:
         family = [int(pid) for pid in pids.read_text().split()]  # verifier, its child, and the server
         os.kill(trainer.pid, how)
         assert eventually(lambda family=family: all(gone(pid) for pid in family))
+        os.kill(int(pids.with_suffix(".bystander").read_text()), signal.SIGKILL)
         trainer.join(10)
         assert trainer.exitcode == {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 1}[how]

@@ -10,10 +10,11 @@ from otb_megatron.algorithms.selection import groups_with_signal, soft_overlong_
 
 
 def test_groups_with_signal():
-    """Interleaved groups 5: (1, 0) has signal; 2: (1, 1), 7: (0.1 twice but for rounding), 1: one member, 3: (-1, -2)."""
-    outcome = torch.tensor([1.0, 1.0, 0.1, 0.0, 1.0, 0.1 * 3 / 3 + 1e-8, 4.0, -1.0, -2.0])
-    group = torch.tensor([5, 2, 7, 5, 2, 7, 1, 3, 3])
-    assert groups_with_signal(outcome, group).tolist() == [True, False, False, True, False, False, False, True, True]
+    """Interleaved groups 5: (1, 0) has signal; 2: (1, 1), 7: (0.1 twice but for rounding), 1: one member, 3: (-1, -2),
+    8: (100, 100 + one float32 step of 7.6e-6)."""
+    outcome = torch.tensor([1.0, 1.0, 0.1, 0.0, 1.0, 0.1 * 3 / 3 + 1e-8, 4.0, -1.0, -2.0, 100.0, 100.00001])
+    group = torch.tensor([5, 2, 7, 5, 2, 7, 1, 3, 3, 8, 8])
+    assert groups_with_signal(outcome, group).tolist() == [True, False, False, True, False, False, False, True, True, False, False]
 
 
 def test_soft_overlong_punishment():

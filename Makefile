@@ -1,0 +1,44 @@
+# Commands for people. `make` lists them.
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+SEED ?= 0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-unit test-distributed test-e2e lint lock gpu-check clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## Make .venv with every package pinned (done once; a few minutes at most)
+
+# The stamp is written last, so that an interrupted installation is taken up again.
+$(INSTALLED): requirements/cpu.txt pyproject.toml tools/make_venv.sh tools/find_python.sh
+	@tools/make_venv.sh $(VENV)
+	@touch $@
+
+quickstart: $(INSTALLED) ## Train a small model with OTB from start to finish (SEED=0)
+	@$(BIN)/python -m tools.quickstart --seed $(SEED)
+
+test: $(INSTALLED) ## Run every test that needs no GPU (PYTEST_ARGS=... is passed on)
+	$(BIN)/python -m pytest tests/unit tests/distributed tests/e2e --durations=10 $(PYTEST_ARGS)
+
+test-unit test-distributed test-e2e: test-%: $(INSTALLED)
+	$(BIN)/python -m pytest tests/$* $(PYTEST_ARGS)
+
+lint: $(INSTALLED) ## Check style: ruff on Python, shellcheck on shell scripts
+	$(BIN)/ruff check .
+	$(BIN)/shellcheck .ci/run tools/*.sh launch/*.sh launch/*.sbatch
+
+lock: $(INSTALLED) ## Resolve requirements/cpu.txt anew (LOCK_ARGS=--upgrade moves every version)
+	uv pip compile pyproject.toml requirements/cpu.in --extra cpu --extra dev --override requirements/overrides.txt \
+	    --python $(BIN)/python --no-annotate --no-header --quiet $(LOCK_ARGS) --output-file requirements/cpu.txt
+	@touch $(INSTALLED)
+
+gpu-check: ## Run the tests and benchmarks that need a CUDA device, with the python on PATH or PYTHON=...
+	@tools/gpu_check.sh
+
+clean: ## Remove .venv, caches and build output (runs/ stays)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

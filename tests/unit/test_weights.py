@@ -1,0 +1,116 @@
+"""Layout operations invert each other; every tensor of a checkpoint has a rule; unknown settings are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from otb_megatron.types import UserError
+from otb_megatron.weights.architectures import load_model
+from otb_megatron.weights.files import Checkpoint, write_checkpoint
+from otb_megatron.weights.layout import GatedPair, GroupedQKV, PaddedVocabulary, Whole
+from tests.models import CONFIGS, make_model
+
+
+def test_grouped_qkv_by_hand() -> None:
+    """4 heads, 2 groups, head_dim 1: each group's two queries, then its key, then its value."""
+    layout = GroupedQKV(num_groups=2, head_dim=1)
+    q, k, v = torch.tensor([[0.0], [1], [2], [3]]), torch.tensor([[10.0], [11]]), torch.tensor([[20.0], [21]])
+    assert layout.to_megatron([q, k, v]).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_gated_shards_by_hand() -> None:
+    """Rank 0 of 2 holds the first half of gate above the first half of up."""
+    full = GatedPair().to_megatron([torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]])
+    assert GatedPair().shard(full, 2, 0).flatten().tolist() == [0, 1, 10, 11]
+    assert GatedPair().shard(full, 2, 1).flatten().tolist() == [2, 3, 12, 13]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("layout", "shapes"),
+    [
+        (Whole(), [(6,)]),
+        (Whole(dim=1), [(5, 8)]),
+        (GatedPair(), [(12, 5), (12, 5)]),
+        (GroupedQKV(num_groups=4, head_dim=3), [(24, 5), (12, 5), (12, 5)]),
+        (GroupedQKV(num_groups=4, head_dim=3), [(24,), (12,), (12,)]),
+        (PaddedVocabulary(vocab_size=97, padded_vocab_size=104), [(97, 5)]),
+    ],
+)
+def test_round_trip_is_bit_exact(layout: Whole, shapes: list[tuple[int, ...]], size: int) -> None:
+    parts = [torch.randn(shape) for shape in shapes]
+    full = layout.to_megatron(parts)
+    shards = [layout.shard(full, size, rank) for rank in range(size)]
+    assert torch.equal(layout.unshard(shards), full)
+    for part, back in zip(parts, layout.to_hf(layout.unshard(shards)), strict=True):
+        assert torch.equal(part, back)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_tensor_of_a_checkpoint_has_one_rule(tmp_path: Path, kind: str) -> None:
+    make_model(tmp_path, kind)
+    names = [name for rule in load_model(tmp_path).rules(104) for name in rule.hf]
+    assert len(names) == len(set(names))
+    assert set(names) == Checkpoint(tmp_path).names
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' has no weight mapping"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "RoPE scaling"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
+        ({"surprising_new_field": 3}, "surprising_new_field=3"),
+    ],
+)
+def test_a_setting_without_a_mapping_is_refused(tmp_path: Path, change: dict, part: str) -> None:
+    config = CONFIGS["qwen3"].to_dict() | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=part.replace("[", r"\[")):
+        model = load_model(tmp_path)
+        model.architecture.settings(model.config)
+
+
+def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
+    original = make_model(tmp_path / "model", "qwen3").state_dict()
+    write_checkpoint(tmp_path / "out", iter(original.items()), source=tmp_path / "model", dtype=torch.float32, max_shard_bytes=100_000)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    exported = Checkpoint(tmp_path / "out")
+    assert exported.names == original.keys()
+    assert all(torch.equal(exported.get(name), tensor) for name, tensor in original.items())
+    assert (tmp_path / "out" / "tokenizer.json").is_file() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_failing_export_leaves_the_old_one(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "qwen3")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("kept")
+
+    def fails():
+        yield "a", torch.zeros(2)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="No space left on device"):
+        write_checkpoint(tmp_path / "out", fails(), source=tmp_path / "model", dtype=torch.float32)
+    assert (tmp_path / "out" / "mine").read_text() == "kept" and not (tmp_path / "out.partial").exists()
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither model.safetensors nor"):
+        Checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(UserError, match="truncated or not a safetensors file"):
+        Checkpoint(tmp_path)
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "gone.safetensors"}}))
+    with pytest.raises(UserError, match="gone.safetensors"):
+        Checkpoint(tmp_path)
