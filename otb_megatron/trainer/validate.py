@@ -45,7 +45,7 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     if task == "train":
         _collect(faults, lambda: _check_advantage(config))
         if config.rollout.replay_dir is None:
-            _collect(faults, lambda: resolve(config.rewards.function))
+            _collect(faults, lambda: resolve(config.rewards.function, config.rewards.options))
         elif not config.rollout.replay_dir.is_dir():
             faults.append(f"rollout.replay_dir={config.rollout.replay_dir}: no such directory; a run with rollout.save=true writes <output_dir>/rollouts")
     if config.optimizer.min_lr > config.optimizer.lr:

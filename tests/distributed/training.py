@@ -65,7 +65,7 @@ def settings(model_dir: Path, work_dir: Path, **sections: dict[str, Any]) -> dic
     return base
 
 
-def train(values: dict[str, Any], world_size: int, *, timeout_s: float = 120) -> Outcome:
+def train(values: dict[str, Any], world_size: int, *, timeout_s: float = 240) -> Outcome:
     """Runs the training loop on `world_size` ranks and returns what it computed."""
     ranks = run_ranks(_train_rank, world_size, values, timeout_s=timeout_s)
     num_actions = [sum(index.numel() for index, _ in step) for step in ranks[0]["advantages"]]

@@ -1,0 +1,152 @@
+"""What a user can get wrong ends in one message that names the value and the remedy, exit status 2 and no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from otb_megatron import cli
+from tests.distributed.training import record_samples, settings
+from tests.models import VOCAB_SIZE, make_model
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and a recording of samples, so that a run needs no engine."""
+    directory = tmp_path_factory.mktemp("work")
+    make_model(directory / "model", "qwen3_tied")
+    record_samples(directory / "rollouts", vocab_size=VOCAB_SIZE)
+    return directory
+
+
+@pytest.fixture
+def values(work: Path, tmp_path: Path) -> dict[str, Any]:
+    found = settings(work / "model", work)
+    found["trainer"]["output_dir"] = str(tmp_path / "run")
+    return found
+
+
+def _file(tmp_path: Path, values: dict[str, Any]) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def _broken_rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    good = {"data_source": "t", "prompt": [{"role": "user", "content": "1"}], "reward_model": {"ground_truth": "1"}}
+    path.write_text("\n".join([json.dumps(good), "{broken", json.dumps({"prompt": "text"}), json.dumps(good)]) + "\n")
+    return str(path)
+
+
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "unknown key": (["rollout.temprature=1"], ["rollout.temprature", "unknown key", "'temperature'"]),
+    "mistyped value": (["rollout.n=many"], ["rollout.n='many'"]),
+    "heads": (["parallel.tensor_model_parallel_size=3"], ["num_attention_heads 4", "tensor_model_parallel_size 3"]),
+    "world size": (["parallel.pipeline_model_parallel_size=2"], ["1 process(es) cannot hold", "--nproc-per-node"]),
+    "layers": (["parallel.pipeline_model_parallel_size=3"], ["num_hidden_layers 4", "pipeline stages 3"]),
+    "experts of a dense model": (["parallel.expert_model_parallel_size=2"], ["dense model"]),
+    "advantage": (["algorithm.advantage=optimal_token_baselin"], ["'optimal_token_baseline'"]),
+    "advantage option": (["algorithm.advantage_options.tial=hold"], ["advantage_options.tial", "'tail'"]),
+    "loss": (["algorithm.loss=ppo"], ["algorithm.loss='ppo'", "clipped_surrogate"]),
+    "estimator without its input": (["algorithm.advantage=gae"], ["algorithm.advantage='gae' needs `values`"]),
+    "loss of another task": (["algorithm.loss=negative_log_likelihood"], ["does not fit `train`"]),
+    "megatron key": (["megatron.recompute_granularty=full"], ["'recompute_granularity'"]),
+    "megatron key that is ours": (["megatron.tensor_model_parallel_size=2"], ["set parallel.tensor_model_parallel_size instead"]),
+    "virtual stages without overlap": (
+        ["parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2", "megatron.overlap_p2p_comm=false"],
+        ["megatron.overlap_p2p_comm=False", "wrong gradients"],
+    ),
+    "no model": (["model.path=nowhere"], ["model.path=nowhere", "no config.json"]),
+    "no recording": (["rollout.replay_dir=nowhere"], ["rollout.replay_dir=nowhere", "rollout.save=true"]),
+    "no verifier": (["rollout.replay_dir=null", "rewards.function=math_verfy"], ["rewards.function='math_verfy'", "'math_verify'"]),
+    "warmup": (["optimizer.lr_warmup_steps=3"], ["optimizer.lr_warmup_steps=3", "3 optimizer steps"]),
+    "no data": (["data.train.path=nowhere.jsonl"], ["nowhere.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_message(case: str, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, parts = CASES[case]
+    assert cli.main(["train", _file(tmp_path, values), *overrides]) == 2
+    told = capsys.readouterr().err
+    for part in parts:
+        assert part in told
+    assert "Traceback" not in told
+
+
+def test_malformed_rows_all_at_once_with_their_lines(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", _file(tmp_path, values), f"data.train.path={_broken_rows(tmp_path)}"]) == 2
+    told = capsys.readouterr().err
+    assert "rows.jsonl:2" in told and "rows.jsonl:3" in told and "2 row(s)" in told
+
+
+def test_a_missing_tensor_is_named(values: dict[str, Any], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    make_model(model, "qwen3_tied")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.extra.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, model / "model.safetensors")
+    assert cli.main(["train", _file(tmp_path, values), f"model.path={model}"]) == 2
+    told = capsys.readouterr().err
+    assert "missing: model.layers.1.mlp.up_proj.weight" in told and "no parameter for: model.layers.1.mlp.extra.weight" in told
+
+
+def test_a_group_of_one_is_a_warning(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", _file(tmp_path, values), "rollout.n=1"]) == 0
+    assert "rollout.n=1" in capsys.readouterr().err
+
+
+def _launch(arguments: list[str], *, preexec_fn: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "otb_megatron.cli", "launch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, preexec_fn=preexec_fn)
+
+
+def test_every_rank_ends_when_one_message_is_told(values: dict[str, Any], tmp_path: Path) -> None:
+    started = time.monotonic()
+    ended = _launch(["--nproc-per-node", "2", "train", _file(tmp_path, values), "parallel.tensor_model_parallel_size=3"])
+    assert ended.returncode == 2
+    assert ended.stderr.count("error:") == 1 and "Traceback" not in ended.stderr
+    assert time.monotonic() - started < 200
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(values: dict[str, Any], tmp_path: Path) -> None:
+    """The limit on the size of a file makes the second checkpoint's writer fail as a full disk does, after part of it was written."""
+    values["checkpoint"] = {"interval": 1}
+    path = _file(tmp_path, values)
+    checkpoints = Path(values["trainer"]["output_dir"]) / "checkpoints"
+    assert _launch(["--nproc-per-node", "2", "train", path, "parallel.tensor_model_parallel_size=2", "trainer.num_steps=1"]).returncode == 0
+    assert (checkpoints / "latest").read_text() == "step_00000001\n"
+    limit = 64 * 1024
+    ended = _launch(
+        ["--nproc-per-node", "2", "train", path, "parallel.tensor_model_parallel_size=2", "trainer.num_steps=2"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert ended.returncode == 2
+    assert "cannot write the checkpoint" in ended.stderr and "step_00000001 is still the latest" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert (checkpoints / "latest").read_text() == "step_00000001\n"
+    assert sorted(item.name for item in checkpoints.iterdir()) == ["latest", "step_00000001"]
+
+
+def test_a_disk_without_space_is_refused_before_writing(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("otb_megatron.mcore.checkpoint.shutil.disk_usage", lambda path: usage._replace(free=1000))
+    assert cli.main(["train", _file(tmp_path, values)]) == 2
+    assert "a checkpoint needs about" in capsys.readouterr().err
