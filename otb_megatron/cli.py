@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if options.traceback:
             traceback.print_exc()
-        elif rank == 0 or not _someone_else_tells(error):
+        elif rank == 0 or not _told_elsewhere(error):
             print(f"{'' if rank == 0 else f'rank {rank}: '}error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_GRACE_S)
@@ -51,13 +51,10 @@ def _show_own_warnings(message: Warning | str, category: type[Warning], filename
         print(f"warning: {message}", file=sys.stderr)
 
 
-def _someone_else_tells(error: UserError) -> bool:
-    """Whether rank 0, or another rank that failed first, reports this error: it fails every rank alike until the process group stands."""
-    import torch.distributed as dist
+def _told_elsewhere(error: UserError) -> bool:
+    from otb_megatron.trainer.driver import told_elsewhere
 
-    from otb_megatron.trainer.driver import FailedElsewhere
-
-    return isinstance(error, FailedElsewhere) or not dist.is_initialized()
+    return told_elsewhere(error)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -34,7 +34,7 @@ SFT_CONFIG = CONFIGS / "qwen3_tiny_sums_sft_cpu.yaml"
 OTB_CONFIG = CONFIGS / "qwen3_tiny_sums_otb_cpu.yaml"
 NUM_RANKS = 2  # the tensor-parallel size of both configurations
 SUMMARY_FILE = "summary.json"
-OURS = ("assets", "sft", "otb", SUMMARY_FILE)  # what a quickstart writes, and so may replace
+MARKER = "made_by_quickstart"  # stands in a directory that a quickstart may replace
 
 
 class PeakMemory:
@@ -67,6 +67,16 @@ def _resident_bytes(root: psutil.Process) -> int:
         except psutil.NoSuchProcess:  # it ended since the list was made
             continue
     return total
+
+
+def prepare(output: Path) -> None:
+    """Makes `output` empty. Raises UserError if something else than an earlier quickstart is in it."""
+    if output.exists() and any(output.iterdir()):
+        if not (output / MARKER).exists():
+            raise UserError(f"--output {output} holds files that are not an earlier quickstart's; name a new directory")
+        shutil.rmtree(output)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARKER).touch()
 
 
 def run_command(title: str, arguments: Sequence[str]) -> float:
@@ -193,13 +203,8 @@ def main() -> int:
     parser.add_argument("--sft-steps", type=int, help="steps of the warm start (default: the configuration's)")
     parser.add_argument("--steps", type=int, help="steps of reinforcement learning (default: the configuration's)")
     options = parser.parse_args()
-    for name in OURS:
-        path = options.output / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
     try:
+        prepare(options.output)
         summary = quickstart(options.output, options.seed, options.sft_steps, options.steps)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import reasoning_gym
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 NUM_TRAIN_ROWS = 6000
 NUM_VALIDATION_ROWS = 200
-VOCAB_SIZE = 400  # 256 bytes, 3 special tokens and the merges of the constant wording: with it a prompt is 11 to 15 tokens
+VOCAB_SIZE = 400  # an upper bound: 256 bytes, 3 special tokens, and all merges of the constant wording; a prompt then has 12 tokens
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -42,6 +43,7 @@ class Assets:
 
 def make_assets(directory: Path, seed: int = 0) -> Assets:
     """Writes model, training data and held-out data below `directory`; the same seed gives the same bytes."""
+    logging.disable_progress_bar()  # of transformers, which has one for a single small file
     directory.mkdir(parents=True, exist_ok=True)
     assets = Assets(directory / "model", directory / "train.jsonl", directory / "validation.jsonl")
     rows = _distinct_rows(NUM_TRAIN_ROWS + NUM_VALIDATION_ROWS, seed)
@@ -55,6 +57,10 @@ def make_assets(directory: Path, seed: int = 0) -> Assets:
 
 def _distinct_rows(num_rows: int, seed: int) -> list[dict]:
     """The sums among reasoning-gym's sums and differences. It draws with replacement: a problem that came before is left out, so that held-out ones are new."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of a library that it imports, in its first import
+        import reasoning_gym
+
     num_draws = 20 * num_rows
     problems = reasoning_gym.create_dataset(
         "chain_sum",

@@ -14,8 +14,8 @@ from otb_megatron.algorithms.ragged import Groups, discounted_suffix_sums, prefi
 
 Tail = Literal["zero", "mean", "hold"]
 
-# From this many actions the compiled form is used on CPU tensors. Loading numba costs a process about a second, and the first compilation
-# on a machine several more, which a short run of small batches never earns back: the tensor form takes 30 ms at this size.
+# From this many actions the compiled form is used on CPU tensors. Loading numba costs a process about a second and the first compilation on a
+# machine several more, which a short run of small batches never earns back: the tensor form takes 0.1 s at this size, leave-one-out 0.4 s.
 _COMPILED_FROM_ACTIONS = 2**18
 
 

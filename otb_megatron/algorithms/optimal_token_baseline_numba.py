@@ -9,7 +9,6 @@ Importing this module loads numba. Compiled code is cached on disk.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,7 +45,7 @@ def _run(
     options: tuple[float, int, float],
 ) -> Tensor:
     out = torch.empty_like(rewards, memory_format=torch.contiguous_format)
-    starts, ids = offsets.numpy(), group.numpy()
+    starts, ids = offsets.contiguous().numpy(), group.numpy()
     samples = np.flatnonzero(np.diff(starts) > 0)  # one without actions is no member of its group
     members = samples[np.argsort(ids[samples], kind="stable")]
     first_member = np.flatnonzero(np.diff(ids[members], prepend=ids[members[:1]] - 1, append=ids[members[-1:]] + 1)) if members.size else np.zeros(1, np.int64)
@@ -58,7 +57,7 @@ def _run(
     def work(chunk: tuple[int, int]) -> None:
         kernel(*chunk, first_member, members, starts, *arrays, float(discount), tail, float(floor))
 
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(_MAX_THREADS, numba.config.NUMBA_NUM_THREADS)  # the processors this process may use
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, _chunks(first_member, np.diff(starts)[members], 4 * threads)))  # list: raises what a thread raised
     return out

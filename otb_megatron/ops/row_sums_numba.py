@@ -20,10 +20,9 @@ COPY_BYTES = 1 << 20  # logits that are not contiguous float32 are converted thi
 
 F32 = np.float32
 I32 = np.int32
-# Polynomial of 2^f on [-1/2, 1/2], lowest power first: least relative error (9.2e-8) among those with 2^0 = 1 exactly, by reweighted least
-# squares. The exact 1 matters: it is the term of the maximum, and an entropy near 0 is what the other terms add to it.
+# Polynomial of 2^f on [-1/2, 1/2], lowest power first: least relative error (9.2e-8) among those with 2^0 = 1, by reweighted least squares.
 P0, P1, P2, P3, P4, P5 = (F32(p) for p in (1.0, 0.693147003650665, 0.240222424268723, 0.0555073358118534, 0.00967151299118996, 0.00132647273130715))
-ONE_TERM_DOMINATES = 1.125  # S below this is one term 2^0 and little else, which is summed without that term to keep its digits
+ONE_TERM_DOMINATES = 1.125  # S below this is the term of the maximum and little else. That is then summed alone, to keep its digits
 ROUND = F32(1.5 * 2**23)  # x + ROUND - ROUND rounds |x| < 2^22 to an integer, which is left in the low bits of x + ROUND
 LOWEST_POWER = F32(-126.0)  # smaller ones count as 2^-126
 LOWEST = F32(EMPTY_REFERENCE)
@@ -31,7 +30,7 @@ LOWEST = F32(EMPTY_REFERENCE)
 
 @intrinsic
 def _fma(context, a, b, c):
-    """a b + c with one rounding."""
+    """a b + c with one rounding, so that scale z - reference keeps its absolute accuracy for logits of any size."""
     return types.float32(types.float32, types.float32, types.float32), lambda ctx, builder, signature, args: builder.fma(*args)
 
 
@@ -72,12 +71,24 @@ def _highest(block):
     return _float_of_bits(best)
 
 
-@njit(fastmath={"reassoc", "nsz"}, nogil=True, cache=True)
-def _block_sums(block, scale, highest):
+@njit(fastmath={"reassoc", "nsz", "contract"}, nogil=True, cache=True)
+def _block_sums(block, scale, reference):
     s, r, w = F32(0), F32(0), F32(0)
     for j in range(block.size):
-        t = (block[j] - highest) * scale  # exactly 0 at the maximum
+        t = _fma(block[j], scale, -reference)
         power = _exp2(t)
+        s += power
+        r += power * power
+        w += power * t
+    return s, r, w
+
+
+@njit(fastmath={"reassoc", "nsz", "contract"}, nogil=True, cache=True)
+def _sums_below_highest(row, columns, y, scale, highest):
+    s, r, w = F32(0), F32(0), F32(0)
+    for j in range(columns):
+        t = (row[j] - highest) * scale
+        power = _exp2(t) if row[j] < highest and j != y else F32(0)
         s += power
         r += power * power
         w += power * t
@@ -86,33 +97,27 @@ def _block_sums(block, scale, highest):
 
 @njit(nogil=True, cache=True)
 def _add_block(block, scale, sums):
-    """Adds a block to the running (maximum, S, R, T) of its row, rescaling them where it holds a new maximum."""
+    """Adds a block to the running (maximum, reference, S, R, T) of its row, rescaling them where it holds a new maximum."""
     if block.size == 0:
         return sums
-    highest, s, r, t = sums
+    highest, reference, s, r, t = sums
     block_highest = _highest(block)
     if not block_highest <= highest:  # NaN takes this branch and stays in the sums
-        shift = (np.float64(highest) - np.float64(block_highest)) * np.float64(scale)
+        highest = block_highest
+        shift = np.float64(reference)
+        reference = F32(highest * scale)
+        shift -= np.float64(reference)
         factor = 2.0**shift
         s, r, t = s * factor, r * factor * factor, (t + shift * s) * factor
-        highest = block_highest
-    block_s, block_r, block_t = _block_sums(block, scale, highest)
-    return highest, s + block_s, r + block_r, t + block_t
-
-
-@njit(fastmath={"reassoc", "nsz"}, nogil=True, cache=True)
-def _sum_below_highest(row, columns, y, scale, highest):
-    s = F32(0)
-    for j in range(columns):
-        s += _exp2((row[j] - highest) * scale) if row[j] < highest and j != y else F32(0)
-    return s
+    block_s, block_r, block_t = _block_sums(block, scale, reference)
+    return highest, reference, s + block_s, r + block_r, t + block_t
 
 
 @njit(nogil=True, cache=True)
 def _sums(logits, columns, target, scale, result):
     for i in range(logits.shape[0]):
         row, y = logits[i], target[i]
-        sums = (LOWEST, 0.0, 0.0, 0.0)
+        sums = (LOWEST, LOWEST, 0.0, 0.0, 0.0)
         for start in range(0, columns, BLOCK_COLUMNS):
             stop = min(start + BLOCK_COLUMNS, columns)
             if start <= y < stop:
@@ -120,11 +125,11 @@ def _sums(logits, columns, target, scale, result):
                 sums = _add_block(row[y + 1 : stop], scale[i], sums)
             else:
                 sums = _add_block(row[start:stop], scale[i], sums)
-        highest, s, result[2, i], result[3, i] = sums
-        if 0.0 < s < ONE_TERM_DOMINATES:
-            s = 1.0 + _sum_below_highest(row, columns, y, scale[i], highest)
+        highest, result[0, i], s, result[2, i], result[3, i] = sums
         result[1, i] = s
-        result[0, i] = np.float64(highest) * np.float64(scale[i])
+        if 0.0 < s < ONE_TERM_DOMINATES:
+            s, r, t = _sums_below_highest(row, columns, y, scale[i], highest)
+            result[0, i], result[1, i], result[2, i], result[3, i] = np.float64(highest) * np.float64(scale[i]), 1.0 + s, 1.0 + r, t
         result[4, i] = np.float64(row[y]) * np.float64(scale[i]) if y >= 0 else 0.0
 
 

@@ -17,6 +17,11 @@ class FailedElsewhere(UserError):
     """Another rank failed and reports why; this one only ends."""
 
 
+def told_elsewhere(error: UserError) -> bool:
+    """Whether another rank reports `error`. Before the process group stands every rank finds the same faults, and rank 0 reports them."""
+    return isinstance(error, FailedElsewhere) or not dist.is_initialized()
+
+
 class Driver:
     """Messages between rank 0, the driver, and all ranks over a gloo group on the host.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Literal
 
-from otb_megatron.algorithms import ADVANTAGES, LOSSES, check_fields, check_options, choose
+from otb_megatron.algorithms import ADVANTAGES, LOSSES, check_fields, check_loss_fields, check_options, choose
 from otb_megatron.config import Config
 from otb_megatron.mcore import checkpoint
 from otb_megatron.mcore.model import check_divisible, transformer_config
@@ -79,6 +79,7 @@ def _check_loss(config: Config, task: Task) -> None:
     algorithm = config.algorithm
     loss = choose("loss", algorithm.loss, LOSSES)
     check_options("loss", algorithm.loss, loss.function, algorithm.loss_options)
+    check_loss_fields(algorithm.loss, {"offsets"})
     supervised = algorithm.loss == "negative_log_likelihood"
     if supervised != (task == "sft"):
         usable = "negative_log_likelihood" if task == "sft" else "a loss that uses advantages, e.g. clipped_surrogate"

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "experts of a dense model": (["parallel.expert_model_parallel_size=2"], ["dense model"]),
     "advantage": (["algorithm.advantage=optimal_token_baselin"], ["'optimal_token_baseline'"]),
     "advantage option": (["algorithm.advantage_options.tial=hold"], ["advantage_options.tial", "'tail'"]),
-    "loss": (["algorithm.loss=ppo"], ["algorithm.loss='ppo'", "clipped_surrogate"]),
+    "loss": (["algorithm.loss=clipped_surogate"], ["algorithm.loss='clipped_surogate'", "'clipped_surrogate'"]),
     "estimator without its input": (["algorithm.advantage=gae"], ["algorithm.advantage='gae' needs `values`"]),
     "loss of another task": (["algorithm.loss=negative_log_likelihood"], ["does not fit `train`"]),
     "megatron key": (["megatron.recompute_granularty=full"], ["'recompute_granularity'"]),

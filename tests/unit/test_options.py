@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from otb_megatron.algorithms import ADVANTAGES, LOSSES, check_loss_fields, check_options, choose
+from otb_megatron.algorithms import ADVANTAGES, LOSSES, check_fields, check_loss_fields, check_options, choose
 from otb_megatron.types import UserError
 
 
@@ -51,3 +51,12 @@ def test_loss_whose_inputs_the_run_does_not_have():
 def test_the_defaults_of_every_method_pass_their_own_checks(kind, table):
     for name, entry in table.items():
         check_options(kind, name, entry.function, entry.function.__kwdefaults__ or {})
+
+
+@pytest.mark.parametrize("table, check", [(ADVANTAGES, check_fields), (LOSSES, check_loss_fields)])
+def test_every_required_field_has_a_remedy(table, check):
+    for name, entry in table.items():
+        check(name, entry.required)
+        for field in entry.required:
+            with pytest.raises(UserError, match=f"{name!r} needs `{field}`: .{{20}}"):
+                check(name, entry.required - {field})

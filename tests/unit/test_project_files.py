@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,7 +23,6 @@ SHELL_SCRIPTS = [ROOT / ".ci/run", *sorted((ROOT / "tools").glob("*.sh")), *sort
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configuration_loads(path: Path) -> None:
     config = load(path)
-    # A quarter of the groups' names is enough to find a file: model_task_algorithm_hardware.
     assert len(path.stem.split("_")) >= 4, "name it model_task_algorithm_hardware"
     assert config.parallel.model_parallel_size >= 1
     assert path.read_text().startswith("#"), "say first what the run is and what it was run on"
@@ -71,29 +72,38 @@ def test_files_name_no_machine_and_no_index() -> None:
         assert not found, f"{path.name}: {found.group() if found else ''}"
 
 
-def _pytest(directory: Path, source: str) -> subprocess.CompletedProcess[str]:
-    (directory / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
-    (directory / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
-    (directory / "test_sample.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(directory)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=directory)
+SAMPLE = """
+import pytest
+
+def test_says_skip():
+    pytest.skip("no time")
+
+@pytest.mark.skip(reason="later")
+def test_is_marked_skip():
+    pass
+
+@pytest.mark.gpu
+def test_gpu():
+    pytest.skip("no GPU")
+
+@pytest.mark.xfail
+def test_known_failure():
+    assert False
+"""
 
 
-def test_a_skipped_test_fails(tmp_path: Path) -> None:
-    result = _pytest(tmp_path, "import pytest\n\ndef test_it():\n    pytest.skip('no time')\n\n@pytest.mark.skip(reason='later')\ndef test_later():\n    pass\n")
-    assert result.returncode == 1 and "2 failed" in result.stdout, result.stdout
-    assert "no time" in result.stdout and "only tests marked `gpu` may be" in result.stdout
-
-
-def test_a_skipped_file_fails(tmp_path: Path) -> None:
-    result = _pytest(tmp_path, "import pytest\n\npytest.importorskip('no_such_library')\n\ndef test_it():\n    pass\n")
-    assert result.returncode != 0 and "was skipped as a whole" in result.stdout, result.stdout
-
-
-def test_gpu_tests_may_be_skipped_and_expected_failures_are_no_skips(tmp_path: Path) -> None:
-    source = "import pytest\n\n@pytest.mark.gpu\ndef test_gpu():\n    pytest.skip('none here')\n\n@pytest.mark.xfail\ndef test_known():\n    assert False\n"
-    result = _pytest(tmp_path, source)
-    assert result.returncode == 0 and "1 skipped, 1 xfailed" in result.stdout, result.stdout
+def test_a_skipped_test_or_file_fails_unless_it_is_marked_gpu(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    (tmp_path / "test_whole_file.py").write_text("import pytest\n\npytest.importorskip('no_such_library')\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "."]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    output = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment).stdout
+    assert "test_whole_file.py was skipped as a whole" in output
+    assert "test_says_skip was skipped; only tests marked `gpu` may be" in output and "test_is_marked_skip was skipped" in output
+    # A skip by mark is reported in the setup of its test, and so as an error, like the file's.
+    assert "1 failed, 1 skipped, 1 xfailed, 2 errors" in output
 
 
 def _fake(directory: Path, name: str, script: str) -> None:
@@ -102,46 +112,58 @@ def _fake(directory: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
-def _find_python(path: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([ROOT / "tools/find_python.sh"], capture_output=True, text=True, env={"PATH": path, **environment})
+def _only_bash(directory: Path) -> Path:
+    """A PATH of its own, so that what is installed on the machine does not matter."""
+    directory.mkdir()
+    bash = shutil.which("bash")
+    assert bash
+    (directory / "bash").symlink_to(bash)
+    return directory
+
+
+def _find_python(*path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {"PATH": ":".join(map(str, path)), **environment}
+    return subprocess.run([ROOT / "tools/find_python.sh"], capture_output=True, text=True, env=variables)
 
 
 def test_a_python_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
     """As pyenv's shims of versions that are not active: the name is there, and running it fails."""
-    broken, working = tmp_path / "broken", tmp_path / "working"
-    broken.mkdir()
-    working.mkdir()
+    broken, working = _only_bash(tmp_path / "broken"), tmp_path / "working"
     for name in ("python3.12", "python3", "python", "uv", "pyenv"):
         _fake(broken, name, "echo 'command not found' >&2; exit 127")
+    working.mkdir()
     (working / "python3").symlink_to(sys.executable)
-    found = _find_python(f"{broken}:{working}:/usr/bin:/bin")
+    found = _find_python(broken, working)
     assert found.returncode == 0, found.stderr
     version = subprocess.run([found.stdout.strip(), "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, text=True)
     assert version.stdout.strip() == "(3, 12)"
 
 
-def test_python_from_pyenv_and_from_uv(tmp_path: Path) -> None:
+def test_python_from_pyenv(tmp_path: Path) -> None:
     versions = tmp_path / "root" / "versions" / "3.12.9" / "bin"
     versions.mkdir(parents=True)
     (versions / "python3.12").symlink_to(sys.executable)
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("python3.12", "python3", "python"):
-        _fake(tools, name, "exit 127")
+    tools = _only_bash(tmp_path / "tools")
+    _fake(tools, "python3.12", "exit 127")
     _fake(tools, "pyenv", f"echo {tmp_path / 'root'}")
-    path = f"{tools}:/usr/bin:/bin"
-    assert _find_python(path).returncode == 0
-    _fake(tools, "pyenv", "exit 1")
-    # uv: nothing found at first, then it installs one.
-    _fake(tools, "uv", f'case "$1 $2" in "--version ") exit 0;; "python install") touch {tmp_path}/installed;; *) [ -e {tmp_path}/installed ] && echo {sys.executable};; esac')
-    found = _find_python(path)
-    assert found.returncode == 0 and "asking uv to install one" in found.stderr, found.stderr
+    found = _find_python(tools)
+    assert found.returncode == 0 and found.stdout.strip(), found.stderr
+
+
+def test_python_from_uv(tmp_path: Path) -> None:
+    """uv knows none at first, and is then asked to install one."""
+    tools, installed = _only_bash(tmp_path / "tools"), tmp_path / "installed"
+    answers = [f'"python install") : > {installed};;', f'"python find") [ -e {installed} ] && echo {sys.executable};;', '"--version ") ;;']
+    _fake(tools, "uv", f'case "$1 $2" in {" ".join(answers)} esac')
+    found = _find_python(tools)
+    assert found.returncode == 0 and found.stdout.strip(), found.stderr
+    assert "asking uv to install one" in found.stderr
 
 
 def test_no_python_is_said_clearly(tmp_path: Path) -> None:
-    for name in ("python3.12", "python3", "python", "uv", "pyenv"):
-        _fake(tmp_path, name, "exit 127")
-    found = _find_python(f"{tmp_path}:/bin")
+    tools = _only_bash(tmp_path / "tools")
+    _fake(tools, "python3", "exit 127")
+    found = _find_python(tools)
     assert found.returncode == 1 and "no working Python 3.12 found" in found.stderr and not found.stdout
-    wrong = _find_python("/usr/bin:/bin", PYTHON=str(tmp_path / "python3"))
-    assert wrong.returncode == 1 and "is not a Python 3.12" in wrong.stderr
+    named = _find_python(tools, PYTHON=str(tools / "python3"))
+    assert named.returncode == 1 and "is not a Python 3.12" in named.stderr and not named.stdout
