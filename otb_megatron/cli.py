@@ -24,7 +24,7 @@ _OVERRIDES = "overrides are dotted: rollout.n=4 algorithm.advantage=grpo optimiz
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, or 2 for what the user can mend (one message, no traceback), or 1."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     rank = int(os.environ.get("RANK", "0"))
     warnings.showwarning = _show_own_warnings if rank == 0 else lambda *_: None  # type: ignore[assignment]
     try:
@@ -43,6 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         traceback.print_exc()
         return _FAILURE
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses, and takes overrides wherever they stand: argparse itself gives up on those behind an option."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if any(part.startswith("-") or "=" not in part for part in rest) or (rest and "overrides" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
 
 
 def _show_own_warnings(message: Warning | str, category: type[Warning], filename: str, *_: object) -> None:

@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like"
 
 def prepare() -> None:
     """Installs the stand-in. Must run before the first import of `megatron.core`; does nothing where CUDA works or when called again."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # each module names the optional packages it lacks
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
     if torch.cuda.is_available() or any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):

@@ -28,7 +28,7 @@ def gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None or dist.get_world_size(group) == 1:
         return values.unsqueeze(0)
     result = values.new_empty(dist.get_world_size(group), *values.shape)
-    dist.all_gather_into_tensor(result.view(-1), values.reshape(-1), group=group)
+    dist.all_gather_single(result.view(-1), values.reshape(-1), group=group)  # gloo wants them flat
     return result
 
 

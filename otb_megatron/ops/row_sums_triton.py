@@ -18,32 +18,42 @@ _FAR_BELOW = tl.constexpr(-1e30)  # finite, so that 0 times it is 0
 
 
 @triton.jit
+def _add_block(z, counted, factor, highest, ones, s, r, w):
+    """Adds a block to the running sums of its row. The terms of S that are 1 are counted apart, as in the plain twin."""
+    new_highest = tl.maximum(highest, tl.max(tl.where(counted, z, _EMPTY), axis=0))
+    shift = tl.maximum(highest - new_highest, _FAR_BELOW) * factor
+    rescale = tl.exp2(shift)
+    t = tl.where(counted, (z - new_highest) * factor, 0.0)
+    power = tl.where(counted, tl.exp2(t), 0.0)
+    is_highest = counted & (z == new_highest)
+    raised = new_highest > highest
+    w = rescale * (w + shift * (s + ones)) + tl.sum(power * t, axis=0)
+    s = tl.where(raised, rescale * (s + ones), s) + tl.sum(tl.where(is_highest, 0.0, power), axis=0)
+    ones = tl.where(raised, 0.0, ones) + tl.sum(is_highest.to(tl.float32), axis=0)
+    r = rescale * rescale * r + tl.sum(power * power, axis=0)
+    return new_highest, ones, s, r, w
+
+
+@triton.jit
 def _sums_kernel(tile, stride_row, stride_column, columns, target, scale, result, tokens, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     logits = tile + row.to(tl.int64) * stride_row
     y = tl.load(target + row)
     factor = tl.load(scale + row)
     highest = _EMPTY
-    ones = 0.0  # the terms of S that are 1 are counted apart, as in the plain twin
+    ones = 0.0
     s = 0.0
     r = 0.0
     w = 0.0
-    for start in range(0, columns, BLOCK):
+    whole_blocks = columns // BLOCK * BLOCK
+    for start in range(0, whole_blocks, BLOCK):  # loads without a mask are wide whatever the vocabulary is divisible by
         column = start + tl.arange(0, BLOCK)
-        counted = (column < columns) & (column != y)
-        z = tl.load(logits + column.to(tl.int64) * stride_column, mask=counted, other=0.0).to(tl.float32)
-        new_highest = tl.maximum(highest, tl.max(tl.where(counted, z, _EMPTY), axis=0))
-        shift = tl.maximum(highest - new_highest, _FAR_BELOW) * factor
-        rescale = tl.exp2(shift)
-        t = tl.where(counted, (z - new_highest) * factor, 0.0)
-        power = tl.where(counted, tl.exp2(t), 0.0)
-        w = rescale * (w + shift * (s + ones)) + tl.sum(power * t, axis=0)
-        is_highest = counted & (z == new_highest)
-        raised = new_highest > highest
-        s = tl.where(raised, rescale * (s + ones), s) + tl.sum(tl.where(is_highest, 0.0, power), axis=0)
-        ones = tl.where(raised, 0.0, ones) + tl.sum(is_highest.to(tl.float32), axis=0)
-        r = rescale * rescale * r + tl.sum(power * power, axis=0)
-        highest = new_highest
+        z = tl.load(logits + column.to(tl.int64) * stride_column).to(tl.float32)
+        highest, ones, s, r, w = _add_block(z, column != y, factor, highest, ones, s, r, w)
+    if whole_blocks < columns:
+        column = whole_blocks + tl.arange(0, BLOCK)
+        z = tl.load(logits + column.to(tl.int64) * stride_column, mask=column < columns, other=0.0).to(tl.float32)
+        highest, ones, s, r, w = _add_block(z, (column < columns) & (column != y), factor, highest, ones, s, r, w)
     z_y = tl.load(logits + y * stride_column, mask=y >= 0, other=0.0)
     wide_factor = factor.to(tl.float64)
     tl.store(result + row, highest.to(tl.float64) * wide_factor)
@@ -61,14 +71,13 @@ def _gradients_kernel(
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(target + row)
-    counted = (column < columns) & (y != _IGNORED)
-    z = tl.load(tile + row.to(tl.int64) * stride_row + column.to(tl.int64) * stride_column, mask=counted, other=0.0).to(tl.float32)
+    z = tl.load(tile + row.to(tl.int64) * stride_row + column.to(tl.int64) * stride_column, mask=column < columns, other=0.0).to(tl.float32)
     # The product is exact inside fma; the normalizer comes in two parts, so that large logits lose nothing.
     t = tl.minimum(tl.fma(z, tl.load(scale + row), -tl.load(high + row)) - tl.load(low + row), 0.0)
     pi = tl.exp2(t)
     gradient = pi * (tl.load(constant + row) + tl.load(linear + row) * t + tl.load(square + row) * pi)
     gradient = tl.where(column == y, tl.load(target_gradient + row), gradient)
-    gradient = tl.where(counted, gradient, 0.0)
+    gradient = tl.where((column < columns) & (y != _IGNORED), gradient, 0.0)
     place = out + row.to(tl.int64) * out_row + column.to(tl.int64) * out_column
     tl.store(place, gradient.to(out.dtype.element_ty), mask=column < width)
 

@@ -13,6 +13,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from otb_megatron.types import UserError
 
+LOGS = "the engine's own output is among Ray's logs, by default in /tmp/ray/session_latest/logs"
+
 
 class Deadline:
     """A point in time, and how it was chosen.
@@ -67,7 +69,7 @@ def raise_failures(calls: Mapping[str, ObjectRef], doing: str) -> set[str]:
         except RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise UserError(f"{name}: {error.cause}") from error
-            raise RuntimeError(f"{name} failed while {doing}: {type(error.cause).__name__}: {error.cause}") from error
+            raise RuntimeError(f"{name} failed while {doing}: {type(error.cause).__name__}: {error.cause} ({LOGS})") from error
         except RayActorError as error:
-            raise RuntimeError(f"{name} died while {doing}: {error}") from error
+            raise RuntimeError(f"{name} died while {doing}: {error} ({LOGS})") from error
     return finished

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 
 import ray
 import torch
@@ -13,8 +14,12 @@ from otb_megatron.types import UserError
 OBJECT_STORE_BYTES = 128 * 2**20  # only token ids and log-probs pass through it; weights have their own way
 
 
-def enter(address: str | None, *, gpus: int, cpus: int) -> bool:
-    """Joins the cluster at `address`, or starts one on this machine; true if it was started.
+def enter(address: str | None, *, gpus: int, cpus: int) -> None:
+    """Joins the cluster at `address`, or starts one on this machine. `ray.shutdown()` leaves it, or ends the one started here.
+
+    Args:
+        gpus: number that the engines need.
+        cpus: number of engines; a cluster started here counts that many cores.
 
     Raises:
         UserError: there is no cluster at `address`, or it has too few GPUs.
@@ -34,15 +39,28 @@ def enter(address: str | None, *, gpus: int, cpus: int) -> bool:
         finally:
             if gpus:
                 _restore("CUDA_VISIBLE_DEVICES", visible)
-        return True
+        return
+    if address != "auto":
+        _check_answers(address)
     try:
         ray.init(address, **{key: value for key, value in quiet.items() if key != "include_dashboard"})
     except ConnectionError as error:
         raise UserError(f"rollout.ray_address={address!r}: no Ray cluster answers there; start one with `ray start --head` or set null") from error
     available = int(ray.cluster_resources().get("GPU", 0))
     if gpus > available:
+        ray.shutdown()
         raise UserError(f"the engines need {gpus} GPUs (rollout.num_engines times rollout.tensor_parallel_size), but the Ray cluster has {available}")
-    return False
+
+
+def _check_answers(address: str) -> None:
+    """Raises UserError unless something listens at `address`; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"rollout.ray_address={address!r}: give host:port of the cluster's head, `auto`, or null")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise UserError(f"rollout.ray_address={address!r}: no Ray cluster answers there ({error}); start one with `ray start --head` or set null") from error
 
 
 def free_gpus(needed: int) -> list[str]:

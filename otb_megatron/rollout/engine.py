@@ -44,17 +44,24 @@ class Engine:
     """
 
     def start(self, arguments: dict[str, Any]) -> None:
-        """Loads the model. `arguments` are those of vLLM's engine."""
-        # A Ray node started by a rank of torchrun hands torchrun's environment down, and torch would look for
-        # torchrun's own store when vLLM opens its groups.
-        for name in [*TORCHRUN_VARIABLES, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
-            os.environ.pop(name, None)
+        """Loads the model.
+
+        Args:
+            arguments: of vLLM's engine.
+
+        Raises:
+            UserError: vLLM knows an argument not at all, or refuses its value or the model.
+        """
+        forget_torchrun()
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
 
         check_known(arguments, {field.name for field in dataclasses.fields(EngineArgs)})
         _register_architectures(Path(arguments["model"]))
-        self._llm = LLM(**arguments)
+        try:
+            self._llm = LLM(**arguments)
+        except ValueError as error:
+            raise UserError(f"vLLM refuses the model or its settings: {error}") from error
         self._holds_update = False  # received whole, not yet switched to
 
     def generate(self, prompts: list[tuple[int, ...]], seeds: list[int] | None, sampling: dict[str, Any]) -> list[list[Completion]]:
@@ -102,6 +109,15 @@ class Engine:
         """Stops vLLM's worker processes and frees their shared memory, which outlives a killed actor."""
         if hasattr(self, "_llm"):
             self._llm.llm_engine.engine_core.shutdown()
+
+
+def forget_torchrun() -> None:
+    """Removes torchrun's variables, which a Ray node started by one of its ranks hands down.
+
+    With them torch would look for torchrun's store when two workers of an engine meet, and never find it.
+    """
+    for name in [*TORCHRUN_VARIABLES, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
+        os.environ.pop(name, None)
 
 
 def _register_architectures(model_dir: Path) -> None:

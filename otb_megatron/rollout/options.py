@@ -85,11 +85,13 @@ def _cpu_defaults(model_dir: Path, dtype: str, max_model_tokens: int) -> dict[st
     Compiling costs more than it gives at the sizes that fit one, vLLM would take nine tenths of the memory for
     key-value blocks, and a prompt cut into chunks crashes its sampler when requests carry seeds.
     """
-    block_bytes = CPU_BLOCK_TOKENS * key_value_bytes_per_token(json.loads((model_dir / "config.json").read_text()), getattr(torch, dtype))
-    blocks = 64 * math.ceil(max_model_tokens / CPU_BLOCK_TOKENS)  # 64 sequences of full length; longer queues wait
+    model_config = json.loads((model_dir / "config.json").read_text())
+    blocks = math.ceil(max_model_tokens / CPU_BLOCK_TOKENS)
+    sequence_bytes = blocks * CPU_BLOCK_TOKENS * key_value_bytes_per_token(model_config, getattr(torch, dtype))
+    some_sequences = min(max(64 * sequence_bytes, 64 * 2**20), 2 * 2**30)  # as many as fit run at once, the others wait
     return {
         "enforce_eager": True,
-        "kv_cache_memory_bytes": min(max(blocks * block_bytes, 64 * 2**20), 2 * 2**30),
+        "kv_cache_memory_bytes": max(some_sequences, sequence_bytes),
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_model_tokens, 4096),
     }

@@ -65,7 +65,7 @@ class RolloutPool:
         self._max_model_tokens = arguments["max_model_len"]
         self._engines: dict[str, Any] = {}
         self._sender: WeightSender | None = None
-        self._started_ray = cluster.enter(config.ray_address, gpus=config.num_engines * config.tensor_parallel_size * on_gpu, cpus=config.num_engines)
+        cluster.enter(config.ray_address, gpus=config.num_engines * config.tensor_parallel_size * on_gpu, cpus=config.num_engines)
         try:
             self._start_engines(arguments, on_gpu)
             if load_weights:
@@ -114,6 +114,8 @@ class RolloutPool:
             raise RuntimeError("the engines hold no whole set of weights: call send_weights first")
         if temperature == 0 and n != 1:
             raise ValueError(f"n={n} greedy responses would be equal; ask for one")
+        if 0 < temperature < 0.01:
+            raise UserError(f"rollout.temperature={temperature}: below 0.01 vLLM samples at 0.01, another distribution than the trained one")
         self._check_lengths(prompts, max_response_tokens)
         sampling = {"n": n, "temperature": temperature, "max_tokens": max_response_tokens, "stop_token_ids": self._end_tokens}
         seeds = None if seed is None else [_prompt_seed(seed, position) for position in range(len(prompts))]
@@ -174,7 +176,7 @@ class RolloutPool:
         self.policy_version = version
 
     def close(self) -> None:
-        """Stops the engines, and Ray if it was started here. May be called twice."""
+        """Stops the engines and leaves Ray, which ends if it was started here. May be called twice."""
         if self._sender is not None:
             self._sender.disconnect()
             self._sender = None
@@ -184,9 +186,7 @@ class RolloutPool:
         for engine in self._engines.values():
             ray.kill(engine)
         self._engines = {}
-        if self._started_ray:
-            ray.shutdown()
-            self._started_ray = False
+        ray.shutdown()
 
     def __enter__(self) -> Self:
         return self

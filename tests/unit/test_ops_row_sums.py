@@ -83,27 +83,58 @@ def test_merging_parts_equals_the_whole():
     assert (parts[1][0] == EMPTY_REFERENCE).all()
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_triton_kernels_compile_for_hopper(dtype, monkeypatch, tmp_path):
+    """Compiled for sm_90, which needs no GPU: logits are read and gradients written 16 bytes at a time, and no register is spilled."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from otb_megatron.ops import row_sums_triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = {"tile": f"*{dtype}", "out": f"*{dtype}", "target": "*i64", "result": "*fp64"}
+    types |= {name: "i32" for name in ("stride_row", "columns", "tokens", "out_row", "width")}
+    constants = {"BLOCK": row_sums_triton.MAX_BLOCK_COLUMNS, "stride_column": 1, "out_column": 1}  # Triton makes a stride of 1 a constant by itself
+    aligned = {"tile", "out", "stride_row", "out_row", "width"}
+    for kernel in (row_sums_triton._sums_kernel, row_sums_triton._gradients_kernel):
+        names = kernel.arg_names
+        source = ASTSource(
+            kernel,
+            signature={name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names},
+            constexprs={name: value for name, value in constants.items() if name in names},
+            attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned},
+        )
+        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": row_sums_triton.NUM_WARPS})
+        ptx = compiled.asm["ptx"]
+        assert ".target sm_90" in ptx and compiled.asm["cubin"]
+        assert ".local" not in ptx
+        if kernel is row_sums_triton._sums_kernel:
+            assert "ld.global.v4.b32" in ptx
+        else:
+            assert "st.global.v4.b32" in ptx
+
+
 def test_triton_equals_plain_in_its_interpreter():
     """Triton decides when it is imported whether it interprets, hence a process of its own."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-m", "tests.unit.test_ops_row_sums"], cwd=root, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == ["checked", str(len(SHAPES) * len(DTYPES))]
+    assert done.stdout.split() == ["checked", "15"]
 
 
 def check_triton() -> int:
     from otb_megatron.ops import row_sums_triton
 
-    row_sums_triton.MAX_BLOCK_COLUMNS = 512  # several blocks in a row of moderate length
-    for shape in SHAPES:
-        for dtype in DTYPES:
-            check_against_plain(row_sums_triton.TritonRowSums(), *shape, dtype)
+    row_sums_triton.MAX_BLOCK_COLUMNS = 32  # several blocks in a short row
+    cases = [(shape, dtype) for shape in SHAPES if shape[1] <= 130 for dtype in DTYPES]
+    for shape, dtype in cases:
+        check_against_plain(row_sums_triton.TritonRowSums(), *shape, dtype)
     strided = torch.randn(50, 6).t()
     target, scale = torch.tensor([0, 1, 2, ELSEWHERE, 4, 49]), torch.full((6,), LOG2_E)
     plain, interpreted = (x.sums(strided, 50, target, scale) for x in (PlainRowSums(), row_sums_triton.TritonRowSums()))
     torch.testing.assert_close(interpreted, plain, rtol=1e-6, atol=1e-12)
-    return len(SHAPES) * len(DTYPES)
+    return len(cases)
 
 
 if __name__ == "__main__":

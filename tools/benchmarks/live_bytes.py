@@ -23,6 +23,11 @@ class LiveBytes(TorchDispatchMode):
         self._outside: set[int] = set()  # storages that existed before
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's hook: nothing is compiled in here, and importing the compiler takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         self._forget_freed()
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]

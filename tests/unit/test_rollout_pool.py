@@ -1,0 +1,72 @@
+"""What the pool does with vLLM's answers, and with the machine's GPUs, without either."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from otb_megatron.rollout.cluster import enter, free_gpus
+from otb_megatron.rollout.engine import Completion, forget_torchrun
+from otb_megatron.rollout.pool import _prompt_seed, checked_response
+from otb_megatron.types import Response, UserError
+
+COMPLETION = Completion(token_ids=(5, 1), log_probs=(-0.5, -0.25), finish_reason="stop", weight_versions=("12",))
+
+
+def test_a_whole_answer_becomes_a_response():
+    assert checked_response(7, COMPLETION, "x") == Response((5, 1), (-0.5, -0.25), "x", "stop", 12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"log_probs": (-0.5,)}, "prompt 7: a response of 2 tokens came with 1 log-probs"),
+        ({"log_probs": (-0.5, float("nan"))}, "log-probs that are not finite"),
+        ({"log_probs": (float("-inf"), -0.5)}, "log-probs that are not finite"),
+        ({"token_ids": (), "log_probs": ()}, "prompt 7: an empty response"),
+        ({"finish_reason": None}, "ended with the unknown reason None"),
+        ({"finish_reason": "error"}, "ended with the unknown reason 'error'"),
+        ({"weight_versions": ()}, r"weight versions \(\)"),
+        ({"weight_versions": ("default",)}, "not by one that was sent"),
+        ({"weight_versions": ("11", "12")}, r"weight versions \('11', '12'\)"),
+    ],
+)
+def test_nothing_missing_is_filled_in(change, message: str):
+    with pytest.raises(RuntimeError, match=message):
+        checked_response(7, dataclasses.replace(COMPLETION, **change), "x")
+
+
+def test_seeds_of_prompts_lie_apart():
+    """vLLM gives response i of a prompt the seed plus i; 2^62 seeds keep 4096 prompts with up to 1000 responses apart."""
+    seeds = sorted(_prompt_seed(3, position) for position in range(4096))
+    assert all(second - first > 1000 for first, second in zip(seeds, seeds[1:], strict=False))
+    assert 0 <= seeds[0] and seeds[-1] < 2**62
+    assert _prompt_seed(3, 0) != _prompt_seed(4, 0)
+
+
+def test_engines_forget_torchrun(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "MASTERY"):
+        monkeypatch.setenv(name, "1")
+    forget_torchrun()
+    assert {name for name in os.environ if name.startswith(("TORCHELASTIC", "MASTER")) or name in ("RANK", "WORLD_SIZE")} == {"MASTERY"}
+
+
+def test_engines_get_the_gpus_after_those_of_the_trainer(monkeypatch: pytest.MonkeyPatch):
+    """Local rank r of torchrun uses the r-th visible GPU."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert free_gpus(1) == ["3"]
+    assert free_gpus(2) == ["3", "1"]
+    with pytest.raises(UserError, match="need 3 GPUs .* beside the trainer's 2, but this machine shows 4"):
+        free_gpus(3)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [("127.0.0.1:1", "no Ray cluster answers there .* set null"), ("head", "give host:port"), ("ray://head:10001", "no Ray cluster answers there")],
+)
+def test_a_wrong_address_is_refused_at_once(address: str, message: str):
+    with pytest.raises(UserError, match=message):
+        enter(address, gpus=0, cpus=1)
