@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-distributed test-e2e lint lock gpu-check clean
+.PHONY: help setup quickstart test test-unit test-distributed test-e2e lint lock docs gpu-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ lock: $(INSTALLED) ## Resolve requirements/cpu.txt anew (LOCK_ARGS=--upgrade mov
 	uv pip compile pyproject.toml requirements/cpu.in --extra cpu --extra dev --override requirements/overrides.txt \
 	    --python $(BIN)/python --no-annotate --no-header --quiet $(LOCK_ARGS) --output-file requirements/cpu.txt
 	@touch $(INSTALLED)
+
+docs: $(INSTALLED) ## Write docs/configuration.md from the settings' own descriptions
+	$(BIN)/python -m tools.configuration_docs
 
 gpu-check: ## Run the tests and benchmarks that need a CUDA device, with the python on PATH or PYTHON=...
 	@tools/gpu_check.sh

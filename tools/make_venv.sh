@@ -25,5 +25,7 @@ else
     uv=("$venv/bin/uv")
 fi
 
-"${uv[@]}" pip install --python "$venv/bin/python" --no-deps --requirements requirements/cpu.txt
+# Byte code is compiled once here: a run starts half a dozen processes that import torch, vLLM or Megatron, and where Python
+# may not write byte code (PYTHONDONTWRITEBYTECODE, a read-only image) each would compile them again, for ten seconds and more.
+"${uv[@]}" pip install --python "$venv/bin/python" --compile-bytecode --no-deps --requirements requirements/cpu.txt
 "${uv[@]}" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --quiet --editable .

@@ -2,14 +2,16 @@
 
     python tools/quickstart_assets.py --output runs/quickstart/assets --seed 0
 
-writes `model/` (a Hugging Face directory with random weights), `train.jsonl` and `validation.jsonl` (verl's
-schema). The task is the sums of reasoning-gym's `chain_sum`: two numbers from 10 to 99.
+writes `model/` (a Hugging Face directory with random weights), `train.jsonl` and `validation.jsonl` (verl's schema). The
+task is the sums of reasoning-gym's `chain_sum`: two numbers from 10 to 99. Each training row has a demonstration,
+`response`, which is wrong for about a quarter of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils import logging
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+FORGOTTEN_CARRIES = 0.6  # of the demonstrations whose ones make a carry
 NUM_TRAIN_ROWS = 6000
 NUM_VALIDATION_ROWS = 200
 VOCAB_SIZE = 400  # an upper bound: 256 bytes, 3 special tokens, and all merges of the constant wording; a prompt then has 12 tokens
@@ -47,8 +50,9 @@ def make_assets(directory: Path, seed: int = 0) -> Assets:
     directory.mkdir(parents=True, exist_ok=True)
     assets = Assets(directory / "model", directory / "train.jsonl", directory / "validation.jsonl")
     rows = _distinct_rows(NUM_TRAIN_ROWS + NUM_VALIDATION_ROWS, seed)
-    _write_jsonl(assets.validation, rows[:NUM_VALIDATION_ROWS], "validation")
-    _write_jsonl(assets.train, rows[NUM_VALIDATION_ROWS:], "train")
+    pupil = random.Random(seed)
+    _write_jsonl(assets.validation, [_row(problem, index) for index, problem in enumerate(rows[:NUM_VALIDATION_ROWS])])
+    _write_jsonl(assets.train, [_row(problem, index) | {"response": _demonstration(problem, pupil)} for index, problem in enumerate(rows[NUM_VALIDATION_ROWS:])])
     tokenizer = _make_tokenizer([row["question"] for row in rows[NUM_VALIDATION_ROWS:]])
     tokenizer.save_pretrained(assets.model)
     _save_model(assets.model, tokenizer, seed)
@@ -80,16 +84,29 @@ def _distinct_rows(num_rows: int, seed: int) -> list[dict]:
     raise RuntimeError(f"only {len(rows)} of {num_rows} distinct sums in {num_draws} draws")
 
 
-def _write_jsonl(path: Path, problems: list[dict], split: str) -> None:
-    with path.open("w") as file:
-        for index, problem in enumerate(problems):
-            row = {
-                "data_source": "reasoning_gym/chain_sum",
-                "prompt": [{"role": "user", "content": problem["question"]}],
-                "reward_model": {"style": "rule", "ground_truth": problem["answer"]},
-                "extra_info": {"split": split, "index": index},
-            }
-            file.write(json.dumps(row) + "\n")
+def _row(problem: dict, index: int) -> dict:
+    """A problem in verl's schema."""
+    return {
+        "data_source": "reasoning_gym/chain_sum",
+        "prompt": [{"role": "user", "content": problem["question"]}],
+        "reward_model": {"style": "rule", "ground_truth": problem["answer"]},
+        "extra_info": {"index": index},
+    }
+
+
+def _demonstration(problem: dict, pupil: random.Random) -> str:
+    """The answer of a pupil who often forgets to carry.
+
+    A model that learns from such answers makes the same mistake in most of the sums with a carry, and sometimes not. What it
+    gets right beyond that it must learn from the verifier.
+    """
+    first, second = (int(term) for term in problem["metadata"]["expression"].split(" + "))
+    carries = first % 10 + second % 10 >= 10
+    return str(first + second - 10) if carries and pupil.random() < FORGOTTEN_CARRIES else problem["answer"]
+
+
+def _write_jsonl(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:

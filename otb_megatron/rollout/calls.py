@@ -31,7 +31,8 @@ class Deadline:
 
     @property
     def remaining(self) -> timedelta:
-        return timedelta(seconds=self.remaining_s)
+        """For torch, which takes 0 for no limit at all: never quite 0."""
+        return timedelta(seconds=max(self.remaining_s, 0.001))
 
     @property
     def remaining_s(self) -> float:

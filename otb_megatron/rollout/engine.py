@@ -5,26 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from otb_megatron.types import UserError
-
-TORCHRUN_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +37,6 @@ class Engine:
         Raises:
             UserError: vLLM knows an argument not at all, or refuses its value or the model.
         """
-        forget_torchrun()
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
 
@@ -109,15 +93,6 @@ class Engine:
         """Stops vLLM's worker processes and frees their shared memory, which outlives a killed actor."""
         if hasattr(self, "_llm"):
             self._llm.llm_engine.engine_core.shutdown()
-
-
-def forget_torchrun() -> None:
-    """Removes torchrun's variables, which a Ray node started by one of its ranks hands down.
-
-    With them torch would look for torchrun's store when two workers of an engine meet, and never find it.
-    """
-    for name in [*TORCHRUN_VARIABLES, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
-        os.environ.pop(name, None)
 
 
 def _register_architectures(model_dir: Path) -> None:

@@ -149,7 +149,8 @@ class RolloutPool:
     def _responses(self, prompt: Prompt, completions: Sequence[Completion], n: int) -> list[Response]:
         if len(completions) != n:
             raise RuntimeError(f"prompt {prompt.id}: {len(completions)} of {n} responses came")
-        texts = self._tokenizer.batch_decode([list(completion.token_ids) for completion in completions], skip_special_tokens=True)
+        token_ids = [list(completion.token_ids) for completion in completions]
+        texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [checked_response(prompt.id, completion, text) for completion, text in zip(completions, texts, strict=True)]
 
     def send_weights(self, metadata: Sequence[TensorMetadata], tensors: Iterator[tuple[str, Tensor]], version: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -81,7 +80,7 @@ class WeightSender:
         }
         offsets = first_ranks(len(self._engines), self._workers_per_engine)
         calls = {name: engine.connect.remote(connection | {"first_rank": rank}) for (name, engine), rank in zip(self._engines.items(), offsets, strict=True)}
-        with _blaming(calls, "joining the weight transfer"):
+        with _blaming(calls, deadline, "joining the weight transfer"):
             self._group = TransferGroup(
                 address, store.port, rank=0, world_size=world_size, device=self._device, timeout_s=self._timeout_s, store=store
             )
@@ -95,9 +94,10 @@ class WeightSender:
             try:
                 flat = next(filled, None)
             except BaseException:
-                self._group.give_word(go_on=False)
+                with contextlib.suppress(RuntimeError):  # a receiver that is gone needs no word, and must not hide what happened here
+                    self._group.give_word(go_on=False)
                 raise
-            with _blaming(receipts, "taking new weights"):
+            with _blaming(receipts, deadline, "taking new weights"):
                 if travelling is not None:
                     travelling.wait(deadline.remaining)
                 self._group.give_word(go_on=True)
@@ -110,13 +110,15 @@ class WeightSender:
 
 
 @contextlib.contextmanager
-def _blaming(calls: Mapping[str, Any], doing: str) -> Iterator[None]:
-    """Replaces torch's error about a lost connection with that of the engine that was lost."""
+def _blaming(calls: Mapping[str, Any], deadline: Deadline, doing: str) -> Iterator[None]:
+    """Replaces torch's error about a lost or slow connection with one that names the engine."""
     try:
         yield
     except Exception:
-        time.sleep(1.0)  # Ray learns of a process's end a little later than its sockets do
+        ray.wait(list(calls.values()), timeout=2.0)  # Ray learns of a process's end a little later than its sockets do
         raise_failures(calls, doing)
+        if deadline.remaining_s == 0:
+            wait_for_all(calls, deadline, doing)
         raise
 
 

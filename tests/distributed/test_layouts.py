@@ -6,13 +6,14 @@ The reference is one process. Differences are float32 rounding: each layout sums
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.training import Outcome, largest_difference, record_samples, settings, train
 from tests.models import VOCAB_SIZE, make_model
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, dict(tensor_model_parallel_size=2)),
     "tp2_sp": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
     "pp2": (2, dict(pipeline_model_parallel_size=2)),
@@ -21,20 +22,26 @@ LAYOUTS = {
     "dp2": (2, dict()),
     "tp2_pp2": (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
     "tp2_cp2_sp": (4, dict(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True)),
-}
-MOE_LAYOUTS = {
     "ep2": (2, dict(expert_model_parallel_size=2)),
     "tp2_sp_ep2": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)),
+}
+TESTED = {
+    "qwen3_tied": ["tp2", "tp2_sp", "pp2", "pp2_vpp2", "cp2", "dp2", "tp2_pp2", "tp2_cp2_sp"],
+    "qwen3_moe": ["tp2_sp", "pp2", "pp2_vpp2", "cp2", "dp2", "tp2_cp2_sp", "ep2", "tp2_sp_ep2"],
 }
 COMPARED_METRICS = ("policy/entropy", "policy/energy", "policy/log_prob", "advantages/std", "loss/total", "optimizer/grad_norm")
 
 
-@pytest.fixture(scope="module", params=["qwen3_tied", "qwen3_moe"])
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path, Outcome]:
-    work = tmp_path_factory.mktemp(request.param)
-    make_model(work / "model", request.param)
-    record_samples(work / "rollouts", vocab_size=VOCAB_SIZE)
-    return request.param, work, work / "model", train(settings(work / "model", work), 1)
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Outcome]]:
+    """Per model: the directory of its recording, and what one process computes from it."""
+    found = {}
+    for kind in TESTED:
+        work = tmp_path_factory.mktemp(kind)
+        make_model(work / "model", kind)
+        record_samples(work / "rollouts", vocab_size=VOCAB_SIZE)
+        found[kind] = (work, train(settings(work / "model", work), 1))
+    return found
 
 
 def _check(outcome: Outcome, expected: Outcome) -> None:
@@ -48,12 +55,29 @@ def _check(outcome: Outcome, expected: Outcome) -> None:
     assert largest_difference(outcome.weights, expected.weights) < 2e-5
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *MOE_LAYOUTS])
-def test_layout_equals_one_process(reference: tuple[str, Path, Path, Outcome], layout: str, tmp_path: Path) -> None:
-    kind, work, model_dir, expected = reference
-    if (layout in MOE_LAYOUTS) != (kind == "qwen3_moe"):
-        return
-    world_size, parallel = (LAYOUTS | MOE_LAYOUTS)[layout]
-    values = settings(model_dir, work, parallel=parallel, trainer={})
-    values["trainer"] = values["trainer"] | {"output_dir": str(tmp_path / "run")}
+@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind, layouts in TESTED.items() for layout in layouts])
+def test_layout_equals_one_process(references: dict[str, tuple[Path, Outcome]], tmp_path: Path, kind: str, layout: str) -> None:
+    work, expected = references[kind]
+    world_size, parallel = LAYOUTS[layout]
+    values = settings(work / "model", work, parallel=parallel)
+    values["trainer"]["output_dir"] = str(tmp_path / "run")
     _check(train(values, world_size), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trainer": {"max_tokens_per_microbatch": 24}},
+        {"trainer": {"max_tokens_per_microbatch": 100_000}},
+        {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
+        {"optimizer": {"use_distributed_optimizer": False}},
+    ],
+    ids=["small packs", "one pack", "recompute", "replicated optimizer"],
+)
+def test_packing_recompute_and_optimizer_sharding_change_nothing(references: dict[str, tuple[Path, Outcome]], tmp_path: Path, change: dict) -> None:
+    work, expected = references["qwen3_tied"]
+    values = settings(work / "model", work)
+    for section, entries in change.items():
+        values[section] = values.get(section, {}) | entries
+    values["trainer"]["output_dir"] = str(tmp_path / "run")
+    _check(train(values, 1), expected)

@@ -190,7 +190,9 @@ def breaks_off(tensors: dict[str, Tensor], after: int) -> Iterator[tuple[str, Te
         yield item
 
 
-def test_a_failed_transfer_is_named_leaves_no_weights_and_can_be_repeated(pool: RolloutPool, models_at: dict[int, Path]):
+def test_a_failed_transfer_is_named_leaves_no_weights_and_can_be_repeated(
+    pool: RolloutPool, models_at: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+):
     """Each failure ends at once on every side, and the update after it is whole."""
     tensors = weights(models_at[3])
     attention = "model.layers.1.self_attn"
@@ -218,6 +220,16 @@ def test_a_failed_transfer_is_named_leaves_no_weights_and_can_be_repeated(pool: 
     fails(ValueError, "end before", describe(tensors), iter(list(tensors.items())[:-1]))
     fails(ValueError, "not in the metadata", describe(tensors)[:-1], iter(tensors.items()))
     fails(ValueError, "more than once", describe(tensors) + describe(tensors)[:1], iter(tensors.items()))
+
+    def received_but_not_taken(method: str, argument: object) -> dict[str, object]:
+        if method == "finish_weights":
+            raise InterruptedError(method)
+        return call(method, argument)
+
+    call = pool._sender._call
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._sender, "_call", received_but_not_taken)
+        fails(InterruptedError, "finish_weights", describe(tensors), iter(tensors.items()))
 
     send(pool, models_at[3], 3)
     assert_samples_from(pool, models_at[3], 3)

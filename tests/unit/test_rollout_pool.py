@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 
 from otb_megatron.rollout.cluster import enter, free_gpus
-from otb_megatron.rollout.engine import Completion, forget_torchrun
+from otb_megatron.rollout.engine import Completion
 from otb_megatron.rollout.pool import _prompt_seed, checked_response
 from otb_megatron.types import Response, UserError
 
@@ -44,13 +43,6 @@ def test_seeds_of_prompts_lie_apart():
     assert all(second - first > 1000 for first, second in zip(seeds, seeds[1:], strict=False))
     assert 0 <= seeds[0] and seeds[-1] < 2**62
     assert _prompt_seed(3, 0) != _prompt_seed(4, 0)
-
-
-def test_engines_forget_torchrun(monkeypatch: pytest.MonkeyPatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "MASTERY"):
-        monkeypatch.setenv(name, "1")
-    forget_torchrun()
-    assert {name for name in os.environ if name.startswith(("TORCHELASTIC", "MASTER")) or name in ("RANK", "WORLD_SIZE")} == {"MASTERY"}
 
 
 def test_engines_get_the_gpus_after_those_of_the_trainer(monkeypatch: pytest.MonkeyPatch):
