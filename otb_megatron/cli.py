@@ -69,7 +69,8 @@ def _told_elsewhere(error: UserError) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="otb-megatron", description="LLM reinforcement learning on Megatron-Core, vLLM and Ray with the Optimal Token Baseline.")
+    summary = "LLM reinforcement learning on Megatron-Core, vLLM and Ray with the Optimal Token Baseline."
+    parser = argparse.ArgumentParser(prog="otb-megatron", description=summary)
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--traceback", action="store_true", help="show where an error came from, for a bug report")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -100,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
 
     convert = command("convert", _convert, "training checkpoint to Hugging Face, and the check that both compute the same")
-    convert.add_argument("action", choices=("export", "verify"), help="export: write the model directory; verify: compare it with the checkpoint, token by token")
+    convert.add_argument("action", choices=("export", "verify"), help="export: write the model directory; verify: compare its log-probs with the checkpoint's")
     takes_config(convert)
     convert.add_argument("--checkpoint", type=Path, metavar="DIR", help="a step_* directory (default: the latest of trainer.output_dir)")
     convert.add_argument("--model-dir", type=Path, metavar="DIR", help="the Hugging Face directory (default: export/ in trainer.output_dir)")

@@ -187,7 +187,7 @@ class TrainerConfig(Section):
     eval_interval: NonNegativeInt = 0
     """Evaluate every so many steps, before the first and after the last; 0 for before the first and after the last only."""
     deadline_s: PositiveFloat = 3600.0
-    """No rank waits longer than this for another one; the error names what it waited for."""
+    """No rank waits longer than this for another one; the error names what it waited for. Above the deadlines of `rollout`."""
 
 
 class CheckpointConfig(Section):

@@ -7,8 +7,9 @@ are therefore the same thing for every algorithm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config, Qwen3MoeConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 VOCAB_SIZE = 97  # odd, so that every tensor-parallel size needs padding
 

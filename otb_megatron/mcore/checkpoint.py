@@ -56,7 +56,8 @@ def check_space(model: Model, root: Path) -> None:
     free = shutil.disk_usage(root).free
     if free < needed:
         raise UserError(
-            f"a checkpoint needs about {needed / 2**30:.2f} GiB, but {root} has {free / 2**30:.2f} GiB free; free space there or set trainer.output_dir elsewhere"
+            f"a checkpoint needs about {needed / 2**30:.2f} GiB, but {root} has {free / 2**30:.2f} GiB free; "
+            "free space there or set trainer.output_dir elsewhere"
         )
 
 
@@ -90,7 +91,8 @@ def save(root: Path, step: int, model: Model, optimizer: Optimizer, state: dict[
     except (OSError, CheckpointingException, torch.distributed.checkpoint.CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
         kept = latest(root)
-        raise UserError(f"cannot write the checkpoint {directory}: {_cause(error)}; {f'{kept} is still the latest' if kept else 'no checkpoint was left'}") from error
+        left = f"{kept} is still the latest" if kept else "no checkpoint was left"
+        raise UserError(f"cannot write the checkpoint {directory}: {_cause(error)}; {left}") from error
     return directory
 
 

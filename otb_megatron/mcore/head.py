@@ -28,7 +28,9 @@ class Head:
     entropy_grad: bool
 
     @classmethod
-    def of(cls, microbatch: Microbatch, groups: ProcessGroupCollection, *, vocab_size: int, temperature: float, entropy_grad: bool, device: torch.device) -> Head:
+    def of(
+        cls, microbatch: Microbatch, groups: ProcessGroupCollection, *, vocab_size: int, temperature: float, entropy_grad: bool, device: torch.device
+    ) -> Head:
         """Keeps the actions whose predicting row lies on this context-parallel rank."""
         rows, index = microbatch.action_rows, torch.arange(microbatch.action_rows.numel())
         if groups.cp.size() > 1:

@@ -186,7 +186,9 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel) -> Mod
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     if uses_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    layer = get_gpt_layer_local_submodules(num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_submodules(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedDotProductAttention

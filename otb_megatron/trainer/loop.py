@@ -27,7 +27,6 @@ def train(run: Run) -> None:
         if run.has_engines:
             with run.timer.phase("weights"):
                 run.learner.publish(run.engines, version=step)
-            run.weight_updates += 1
             metrics.maximum("weights/version", step)
         record(run, step, metrics)
         if step == num_steps or (interval and step % interval == 0):

@@ -18,24 +18,25 @@ def describe(config: Config, world_size: int) -> str:
     """
     task = "sft" if config.algorithm.loss == "negative_log_likelihood" else "train"
     hf = validate(config, task, world_size)
-    parallel = config.parallel
+    parallel, rollout = config.parallel, config.rollout
+    tp = parallel.tensor_model_parallel_size
     dp = data_parallel_size(parallel, world_size)
     checkpoint = Checkpoint(hf.path)
     num_parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names)
-    model_shards = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    model_shards = tp * parallel.pipeline_model_parallel_size
     weight_bytes = 4 if config.model.dtype == "float32" else 2
     state_shards = model_shards * (dp * parallel.context_parallel_size if config.optimizer.use_distributed_optimizer else 1)
     # Gradients and the two moments are float32; bfloat16 weights have a float32 master beside them.
     state_bytes = 8 + (4 if weight_bytes == 2 else 0)
     resident = num_parameters * (weight_bytes + 4) / model_shards + num_parameters * state_bytes / state_shards
-    padded = hf.padded_vocab_size(parallel.tensor_model_parallel_size, config.model.make_vocab_size_divisible_by)
+    padded = hf.padded_vocab_size(tp, config.model.make_vocab_size_divisible_by)
     samples = config.data.prompts_per_step * (config.rollout.n if task == "train" else 1)
     rows = [
         ("task", task),
         ("model", f"{hf.path} ({hf.config['model_type']}, {num_parameters / 1e6:.2f} M parameters, {config.model.dtype})"),
-        ("ranks", f"{world_size} = TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} x DP {dp}"),
+        ("ranks", f"{world_size} = TP {tp} x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} x DP {dp}"),
         ("experts", f"EP {parallel.expert_model_parallel_size} x expert TP {parallel.expert_tensor_parallel_size}"),
-        ("vocabulary", f"{hf.vocab_size}, padded to {padded}, {padded // parallel.tensor_model_parallel_size} a rank"),
+        ("vocabulary", f"{hf.vocab_size}, padded to {padded}, {padded // tp} a rank"),
         ("weights, gradients, optimizer", f"{resident / 2**30:.2f} GiB a rank at least; activations come on top"),
         ("samples a step", f"{samples} ({config.data.prompts_per_step} prompts x {samples // config.data.prompts_per_step})"),
         ("optimizer steps", f"{config.trainer.num_steps * config.algorithm.optimizer_steps_per_rollout}"),
@@ -43,6 +44,6 @@ def describe(config: Config, world_size: int) -> str:
     ]
     if task == "train":
         rows.insert(6, ("advantage and loss", f"{config.algorithm.advantage}, {config.algorithm.loss} ({config.algorithm.aggregation})"))
-        rows.insert(7, ("rollout", f"{config.rollout.num_engines} vLLM engine(s) x TP {config.rollout.tensor_parallel_size}, temperature {config.rollout.temperature}"))
+        rows.insert(7, ("rollout", f"{rollout.num_engines} vLLM engine(s) x TP {rollout.tensor_parallel_size}, temperature {rollout.temperature}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -41,7 +41,6 @@ class Run:
                 self.learner.restore(resume_from)
             state: dict[str, Any] = checkpoint.read_state(resume_from) if resume_from else {}
             self.first_step = state.get("step", 0) + 1
-            self.weight_updates = state.get("weight_updates", 0)
             self.driver.run("starting the rollout engines and reading the data", lambda: self._start_driver(state))
             self.has_engines = self.driver.share("whether engines run", self.engines is not None)
         except BaseException:
@@ -52,7 +51,7 @@ class Run:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the driver, but for the step."""
         assert self.source is not None
-        return {"order": self.source.order.state_dict(), "weight_updates": self.weight_updates, "task": self.task}
+        return {"task": self.task, "order": self.source.order.state_dict()}
 
     def _resume_from(self) -> Path | None:
         """The checkpoint to continue from. Only the driver looks, so that all ranks agree."""

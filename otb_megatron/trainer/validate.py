@@ -46,6 +46,12 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
         _collect(faults, lambda: _check_advantage(config))
         if config.rollout.replay_dir is None:
             _collect(faults, lambda: resolve(config.rewards.function, config.rewards.options))
+            longest_s = max(config.rollout.start_timeout_s, config.rollout.generate_timeout_s, config.rollout.weight_transfer_timeout_s)
+            if config.trainer.deadline_s <= longest_s:
+                faults.append(
+                    f"trainer.deadline_s={config.trainer.deadline_s:g} must be above the deadlines of rollout ({longest_s:g} s), or the ranks give up on "
+                    "a driver that may still wait for the engines"
+                )
         elif not config.rollout.replay_dir.is_dir():
             faults.append(f"rollout.replay_dir={config.rollout.replay_dir}: no such directory; a run with rollout.save=true writes <output_dir>/rollouts")
     if config.optimizer.min_lr > config.optimizer.lr:

@@ -78,7 +78,8 @@ def load_model(path: Path) -> HuggingFaceModel:
     architecture = ARCHITECTURES[model_type]
     unknown = sorted(set(config) - architecture.understood - _NO_EFFECT)
     if unknown:
-        raise UserError(f"{file}: no mapping to Megatron-Core for {', '.join(f'{key}={config[key]!r}' for key in unknown)}; ignoring it could train another model")
+        listed = ", ".join(f"{key}={config[key]!r}" for key in unknown)
+        raise UserError(f"{file}: no mapping to Megatron-Core for {listed}; ignoring it could train another model")
     return HuggingFaceModel(path, config, architecture)
 
 
@@ -139,7 +140,8 @@ def _qkv_bias(config: dict[str, Any]) -> bool:
 
 def _settings(config: dict[str, Any], *, qk_norm: bool = False) -> dict[str, Any]:
     """TransformerConfig fields of a pre-norm decoder with RMSNorm, RoPE and SwiGLU; plus `rotary_base`."""
-    _only(config, hidden_act="silu", attention_dropout=0.0, attention_bias=False, mlp_bias=False, use_sliding_window=False, sliding_window=None, partial_rotary_factor=1.0)
+    _only(config, hidden_act="silu", attention_dropout=0.0, attention_bias=False, mlp_bias=False)
+    _only(config, use_sliding_window=False, sliding_window=None, partial_rotary_factor=1.0)
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise UserError(f"config.json: layer_types {sorted(set(config['layer_types']))} has no mapping; only full_attention")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -188,7 +190,9 @@ _DENSE_FIELDS = frozenset(
     "rope_scaling rope_theta tie_word_embeddings attention_bias attention_dropout mlp_bias use_sliding_window sliding_window layer_types "
     "partial_rotary_factor".split()
 )
-_MOE_FIELDS = _DENSE_FIELDS | frozenset("num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers".split())
+_MOE_FIELDS = _DENSE_FIELDS | frozenset(
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers".split()
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(lambda c, v: _decoder_rules(c, v, qk_norm=False, mlp=_dense_mlp), _settings, _DENSE_FIELDS),

@@ -14,6 +14,7 @@ import yaml
 from tests.models import make_model
 
 NUM_STEPS = 3
+DEADLINES = {"start_timeout_s": 200, "generate_timeout_s": 100, "weight_transfer_timeout_s": 100}
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -37,7 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"train": {"path": str(work / "rows.jsonl")}, "validation": {"path": str(work / "rows.jsonl")}, "prompts_per_step": 8, "max_prompt_tokens": 16},
         "parallel": {"tensor_model_parallel_size": 2},
         "optimizer": {"lr": 1e-3},
-        "rollout": {"n": 4, "temperature": 0.8, "max_response_tokens": 8, "save": True, "vllm": {"kv_cache_memory_bytes": 32 * 2**20}},
+        "rollout": {"n": 4, "temperature": 0.8, "max_response_tokens": 8, "save": True, "vllm": {"kv_cache_memory_bytes": 32 * 2**20}, **DEADLINES},
         "rewards": {"function": "tests.e2e.verifiers:digit_fraction"},
         "algorithm": {"kl_coef": 0.01, "entropy_coef": 0.001, "rollout_correction": "truncated"},
         "trainer": {"num_steps": NUM_STEPS, "output_dir": str(work / "run"), "max_tokens_per_microbatch": 256, "deadline_s": 240},

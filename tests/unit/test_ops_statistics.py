@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 
@@ -11,6 +12,7 @@ import torch
 from otb_megatron.ops.statistics import IGNORED_TARGET, policy_statistics, policy_statistics_from_logits, reference_policy_statistics
 from otb_megatron.types import UserError
 from tools.benchmarks.live_bytes import LiveBytes
+from tools.benchmarks.statistics import benchmark_rank, ratios, table, textbook
 
 STATISTICS = ("log_prob", "entropy", "rest")
 
@@ -308,3 +310,17 @@ def test_logits_that_are_not_finite_are_found(value, column, dtype):
     logits[2, column] = value
     with pytest.raises(UserError, match="logits of token 2 on rank 0 .* NaN or infinite"):
         policy_statistics_from_logits(logits.to(dtype), targets, vocab_size=100)
+
+
+def test_the_benchmark_compares_equal_results():
+    """The textbook pipeline that the benchmark times gives the statistics that the head gives, and its report has every case."""
+    logits, targets = random_logits(20, 64)
+    log_prob, entropy, sum_of_squares = textbook(logits, targets, None)
+    statistics = policy_statistics_from_logits(logits, targets, vocab_size=64)
+    torch.testing.assert_close(statistics.log_prob, log_prob, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(statistics.entropy, entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(statistics.sum_pi_squared, sum_of_squares, rtol=1e-5, atol=1e-6)
+    shape = argparse.Namespace(tokens=8, vocab=64, hidden=4, repeats=1)
+    result = benchmark_rank(shape, 1, None, torch.device("cpu"))
+    report = table({"results": {"cpu TP1": result}, "ratios": {"cpu TP1": ratios(result)}})
+    assert report.count("cpu TP1") == len(result) + 4

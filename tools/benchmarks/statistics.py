@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# Run as a script, this file's folder comes first on the path, and it has the name of a module of the standard library.
-sys.path[0] = str(ROOT)
+if not __package__:  # run as a script, this file's folder comes first on the path, and the file has the name of a module of the standard library
+    sys.path[0] = str(ROOT)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
