@@ -31,8 +31,9 @@ lint: $(INSTALLED) ## Check style: ruff on Python, shellcheck on shell scripts
 	$(BIN)/ruff check .
 	$(BIN)/shellcheck .ci/run tools/*.sh launch/*.sh launch/*.sbatch
 
+# Without uv on PATH, make_venv.sh has put one into .venv.
 lock: $(INSTALLED) ## Resolve requirements/cpu.txt anew (LOCK_ARGS=--upgrade moves every version)
-	uv pip compile pyproject.toml requirements/cpu.in --extra cpu --extra dev --override requirements/overrides.txt \
+	$$(uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv) pip compile pyproject.toml requirements/cpu.in --extra cpu --extra dev --override requirements/overrides.txt \
 	    --python $(BIN)/python --no-annotate --no-header --quiet $(LOCK_ARGS) --output-file requirements/cpu.txt
 	@touch $(INSTALLED)
 

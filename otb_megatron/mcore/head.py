@@ -66,6 +66,7 @@ def statistics_output(*, hidden_states: Tensor, output_layer: Any, output_weight
         group=tp if tp.size() > 1 else None,
         temperature=context.temperature,
         entropy_grad=context.entropy_grad,
+        accumulate_into_main_grad=config.gradient_accumulation_fusion,
     )
     return torch.stack([statistics.log_prob, statistics.entropy, statistics.rest])
 
