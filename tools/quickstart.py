@@ -27,7 +27,7 @@ from otb_megatron.config import Config, load
 from otb_megatron.telemetry.console import summary_table
 from otb_megatron.telemetry.jsonl import METRICS_FILE, read_steps
 from otb_megatron.types import Prompt, UserError
-from tools.quickstart_assets import Assets, make_assets
+from tools.quickstart_assets import make_assets
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SFT_CONFIG = CONFIGS / "qwen3_tiny_sums_sft_cpu.yaml"
@@ -83,20 +83,20 @@ def run_command(title: str, arguments: Sequence[str]) -> float:
     """Runs `otb-megatron ARGUMENTS` with its output on this terminal. Returns the seconds it took; ends this program if it fails."""
     print(f"\n== {title}\n   otb-megatron {' '.join(arguments)}", flush=True)
     started = time.monotonic()
-    # One thread for each rank: with more, two ranks on two cores would wait for each other's threads.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # One thread for each rank: with more, two ranks on two cores would wait for each other's threads. Bars for tiny files are noise.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     status = subprocess.run([sys.executable, "-m", "otb_megatron.cli", *arguments], env=environment).returncode
     if status:
         raise SystemExit(status)
     return time.monotonic() - started
 
 
-def overrides(assets: Assets, model: Path, output_dir: Path, seed: int, num_steps: int | None) -> list[str]:
+def overrides(model: Path, train: Path, validation: Path, output_dir: Path, seed: int, num_steps: int | None) -> list[str]:
     """What a quickstart sets on top of its configuration files."""
     chosen = [
         f"model.path={model}",
-        f"data.train.path={assets.train}",
-        f"data.validation.path={assets.validation}",
+        f"data.train.path={train}",
+        f"data.validation.path={validation}",
         f"trainer.output_dir={output_dir}",
         *(f"{section}.seed={seed}" for section in ("data", "rollout", "trainer")),
     ]
@@ -152,9 +152,9 @@ def quickstart(output: Path, seed: int, sft_steps: int | None, otb_steps: int | 
         assets = make_assets(output / "assets", seed)
         seconds = {"assets": time.monotonic() - started}
         launch = ["launch", "--nproc-per-node", str(NUM_RANKS)]
-        sft_overrides = overrides(assets, assets.model, sft_dir, seed, sft_steps)
+        sft_overrides = overrides(assets.model, assets.demonstrations, assets.validation, sft_dir, seed, sft_steps)
         seconds["sft"] = run_command("Warm start: supervised fine-tuning", [*launch, "sft", str(SFT_CONFIG), *sft_overrides])
-        otb_overrides = overrides(assets, sft_dir / "export", otb_dir, seed, otb_steps)
+        otb_overrides = overrides(sft_dir / "export", assets.train, assets.validation, otb_dir, seed, otb_steps)
         seconds["otb"] = run_command("Reinforcement learning: OTB", [*launch, "train", str(OTB_CONFIG), *otb_overrides])
         checking = time.monotonic()
         run_command("Does transformers compute what the checkpoint does?", ["convert", "verify", str(otb_dir / "config.yaml")])

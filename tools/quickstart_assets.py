@@ -2,9 +2,9 @@
 
     python tools/quickstart_assets.py --output runs/quickstart/assets --seed 0
 
-writes `model/` (a Hugging Face directory with random weights), `train.jsonl` and `validation.jsonl` (verl's schema). The
-task is the sums of reasoning-gym's `chain_sum`: two numbers from 10 to 99. Each training row has a demonstration,
-`response`, which is wrong for about a quarter of them.
+writes `model/` (a Hugging Face directory with random weights) and, in verl's schema, `train.jsonl`, `validation.jsonl` and
+`demonstrations.jsonl`. The task is the sums of reasoning-gym's `chain_sum`: two numbers from 10 to 99. The demonstrations
+are answers of pupils who often forget to carry, so that about three in ten are wrong.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils import logging
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-FORGOTTEN_CARRIES = 0.6  # of the demonstrations whose ones make a carry
-NUM_TRAIN_ROWS = 6000
+NUM_PUPILS = 4  # demonstrations of each problem
+FORGOTTEN_CARRIES = 0.65  # of the demonstrations whose ones make a carry
+NUM_TRAIN_ROWS = 7500  # of 8100 sums
 NUM_VALIDATION_ROWS = 200
 VOCAB_SIZE = 400  # an upper bound: 256 bytes, 3 special tokens, and all merges of the constant wording; a prompt then has 12 tokens
 
@@ -40,21 +41,23 @@ class Assets:
     """Paths of what `make_assets` wrote."""
 
     model: Path  # Hugging Face directory
+    demonstrations: Path  # JSONL, the problems of `train` with answers to learn from
     train: Path  # JSONL
-    validation: Path  # JSONL, no problem of it is in `train`
+    validation: Path  # JSONL, none of its problems is in `train`
 
 
 def make_assets(directory: Path, seed: int = 0) -> Assets:
     """Writes model, training data and held-out data below `directory`; the same seed gives the same bytes."""
     logging.disable_progress_bar()  # of transformers, which has one for a single small file
     directory.mkdir(parents=True, exist_ok=True)
-    assets = Assets(directory / "model", directory / "train.jsonl", directory / "validation.jsonl")
+    files = [directory / f"{name}.jsonl" for name in ("demonstrations", "train", "validation")]
+    assets = Assets(directory / "model", *files)
     rows = _distinct_rows(NUM_TRAIN_ROWS + NUM_VALIDATION_ROWS, seed)
-    pupil = random.Random(seed)
+    problems, pupils = rows[NUM_VALIDATION_ROWS:], [random.Random(f"{seed} {number}") for number in range(NUM_PUPILS)]
     _write_jsonl(assets.validation, [_row(problem, index) for index, problem in enumerate(rows[:NUM_VALIDATION_ROWS])])
-    train = enumerate(rows[NUM_VALIDATION_ROWS:])
-    _write_jsonl(assets.train, [_row(problem, index) | {"response": _demonstration(problem, pupil)} for index, problem in train])
-    tokenizer = _make_tokenizer([row["question"] for row in rows[NUM_VALIDATION_ROWS:]])
+    _write_jsonl(assets.train, [_row(problem, index) for index, problem in enumerate(problems)])
+    _write_jsonl(assets.demonstrations, [_demonstration(problem, index, pupil) for pupil in pupils for index, problem in enumerate(problems)])
+    tokenizer = _make_tokenizer([problem["question"] for problem in problems])
     tokenizer.save_pretrained(assets.model)
     _save_model(assets.model, tokenizer, seed)
     return assets
@@ -95,15 +98,16 @@ def _row(problem: dict, index: int) -> dict:
     }
 
 
-def _demonstration(problem: dict, pupil: random.Random) -> str:
-    """The answer of a pupil who often forgets to carry.
+def _demonstration(problem: dict, index: int, pupil: random.Random) -> dict:
+    """A problem with the answer of a pupil who often forgets to carry.
 
-    A model that learns from such answers makes the same mistake in most of the sums with a carry, and sometimes not. What it
-    gets right beyond that it must learn from the verifier.
+    A model that learns from such answers makes the same mistake in most of the sums with a carry. What it gets right beyond
+    its pupils it must learn from the verifier. Several pupils answer each problem, so that no mistake can be learned by heart.
     """
     first, second = (int(term) for term in problem["metadata"]["expression"].split(" + "))
     carries = first % 10 + second % 10 >= 10
-    return str(first + second - 10) if carries and pupil.random() < FORGOTTEN_CARRIES else problem["answer"]
+    answer = str(first + second - 10) if carries and pupil.random() < FORGOTTEN_CARRIES else problem["answer"]
+    return _row(problem, index) | {"response": answer}
 
 
 def _write_jsonl(path: Path, rows: list[dict]) -> None:

@@ -81,9 +81,10 @@ def record(run: Run, step: int, metrics: Metrics) -> None:
         if run.evaluation is not None and due:
             with run.timer.phase("eval"):
                 values |= run.evaluation.accuracy()
-        seconds = {f"time/{name}": value for name, value in run.timer.seconds().items()} | {"time/step": time.perf_counter() - run.step_started}
-        if step > 0 or values:
-            run.recorder.log(step, values | seconds)
+        if step > 0:  # what comes before the first step is the start of engines and ranks
+            values |= {f"time/{name}": seconds for name, seconds in run.timer.seconds().items()} | {"time/step": time.perf_counter() - run.step_started}
+        if values:
+            run.recorder.log(step, values)
         run.timer.reset()
         run.step_started = time.perf_counter()
 
