@@ -37,8 +37,8 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     model = _collect(faults, lambda: load_model(config.model.path))
     _collect(faults, lambda: data_parallel_size(config.parallel, world_size))
     if model is not None:
-        _collect(faults, lambda: check_divisible(config, model))
-        _collect(faults, lambda: transformer_config(config, model))
+        # Megatron-Core finds what does not divide as well, but says less about it.
+        _collect(faults, lambda: (check_divisible(config, model), transformer_config(config, model)))
         if model.is_moe and config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
             faults.append("an MoE model with parallel.tensor_model_parallel_size > 1 needs parallel.sequence_parallel=true (Megatron-Core's rule)")
     _collect(faults, lambda: _check_loss(config, task))
