@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,7 +18,7 @@ from otb_megatron.config import Config, load
 from otb_megatron.types import UserError
 
 _USER_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
-_GRACE_S = 3.0  # a rank that has nothing to say ends this much later, so that the launcher does not end the one that has
+_GRACE_S = 60.0  # a rank that has nothing to say waits for the launcher to end it, so that the rank that has is not ended first
 
 _OVERRIDES = "overrides are dotted: rollout.n=4 algorithm.advantage=grpo optimizer.lr=1e-5; every key is described in docs/configuration.md"
 
@@ -31,11 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
         return 0
     except UserError as error:
+        from otb_megatron.trainer.driver import FailedElsewhere, tell
+
         if options.traceback:
             traceback.print_exc()
-        elif rank == 0 or not _told_elsewhere(error):
-            print(f"{'' if rank == 0 else f'rank {rank}: '}error: {error}", file=sys.stderr, flush=True)
-        else:
+        tell(error, rank)
+        if isinstance(error, FailedElsewhere):
             time.sleep(_GRACE_S)
         return _USER_ERROR
     except KeyboardInterrupt:
@@ -60,12 +62,6 @@ def _show_own_warnings(message: Warning | str, category: type[Warning], filename
     """A line for what this package warns of. Libraries warn of what they miss at every import; that is for their developers."""
     if Path(__file__).parent in Path(filename).parents:
         print(f"warning: {message}", file=sys.stderr)
-
-
-def _told_elsewhere(error: UserError) -> bool:
-    from otb_megatron.trainer.driver import told_elsewhere
-
-    return told_elsewhere(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,10 +129,13 @@ def _run(config: Config, task: str) -> None:
 
 
 def _launch(options: argparse.Namespace) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _load(options)  # a mistake in the file should not cost the start of every rank
+    if options.nproc_per_node > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks with a thread for every core wait for each other
     one_node = options.nnodes == 1
     settings = LaunchConfig(
         min_nodes=options.nnodes,
@@ -153,8 +152,15 @@ def _launch(options: argparse.Namespace) -> None:
     program = ["-m", "otb_megatron.cli", *(["--traceback"] if options.traceback else []), options.task, str(options.config), *options.overrides]
     try:
         elastic_launch(settings, sys.executable)(*program)
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval) from None
     except ChildFailedError as error:
-        raise SystemExit(max(failure.exitcode for failure in error.failures.values()) if error.failures else _FAILURE) from None
+        codes = [failure.exitcode for failure in error.failures.values()]
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0:
+                name = signal.Signals(-failure.exitcode).name
+                print(f"error: rank {rank} was ended by {name}; SIGKILL often is the system running out of memory", file=sys.stderr)
+        raise SystemExit(max((code for code in codes if code > 0), default=_FAILURE)) from None
 
 
 def _quiet(logger: str) -> None:
@@ -180,10 +186,12 @@ def _convert(options: argparse.Namespace) -> None:
     config = _load(options)
     model_dir = options.model_dir or config.trainer.output_dir / "export"
     if options.action == "export":
-        export(config, options.checkpoint, model_dir)
-        print(f"wrote {model_dir}")
+        if export(config, options.checkpoint, model_dir):
+            print(f"wrote {model_dir}")
     else:
         difference = verify(config, options.checkpoint, model_dir)
+        if difference is None:  # only the first rank compares
+            return
         print(f"largest difference of a log-prob between the checkpoint and {model_dir} in transformers: {difference:.2e}")
 
 

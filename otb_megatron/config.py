@@ -248,8 +248,8 @@ def load(file: Path, overrides: Iterable[str] = ()) -> Config:
     """
     try:
         values = yaml.load(file.read_text(), _Loader)
-    except OSError as error:
-        raise UserError(f"cannot read the configuration {file}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the configuration {file}: {error}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(values, dict):

@@ -18,6 +18,8 @@ from torch import Tensor
 class UserError(Exception):
     """A fault that the user can mend. The message names the value and the remedy; the command line prints it without a traceback."""
 
+    told = False  # whether it was printed already, before engines were closed and ranks ended
+
 
 FinishReason = Literal["stop", "length", "abort"]
 

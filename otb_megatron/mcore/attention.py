@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from otb_megatron.mcore.platform import uses_transformer_engine
 from otb_megatron.ops.context_parallel import local_rows
 from otb_megatron.types import Microbatch
 
@@ -47,7 +48,8 @@ class PackedSequences(PackedSeqParams):
     @classmethod
     def of(cls, microbatch: Microbatch, cp_size: int, cp_rank: int, device: torch.device) -> PackedSequences:
         offsets = microbatch.cu_seqlens.to(device)
-        batches = _attention_batches(microbatch.cu_seqlens, cp_size, cp_rank, device)
+        own_attention = not uses_transformer_engine()
+        batches = _attention_batches(microbatch.cu_seqlens, cp_size, cp_rank, device) if own_attention else []
         return cls(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -59,7 +61,7 @@ class PackedSequences(PackedSeqParams):
             position_ids=microbatch.position_ids.to(device),
             local_rows=local_rows(microbatch.cu_seqlens, cp_size, cp_rank),
             attention_batches=batches,
-            attended_rows=torch.cat([batch.query_rows[batch.kept] for batch in batches]).argsort(),
+            attended_rows=torch.cat([batch.query_rows[batch.kept] for batch in batches]).argsort() if own_attention else torch.empty(0),
         )
 
 

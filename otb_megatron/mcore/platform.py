@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.19 needs to run without CUDA: with a GPU `prepare` changes nothing.
+"""What Megatron-Core 0.19 needs to run without CUDA, or with torch's own Adam.
 
 Megatron names CUDA in its factory calls, streams and random-number trackers and offers no hook for another device.
 Modules below `megatron` therefore see a stand-in for the name `torch` that forwards everything except what is listed
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import logging
 import os
 import sys
@@ -35,22 +36,34 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like"
 
 
 def prepare() -> None:
-    """Installs the stand-in. Must run before the first import of `megatron.core`; does nothing where CUDA works or when called again."""
+    """Installs the stand-in and the repairs. Must run before the first import of `megatron.core`; a second call does nothing.
+
+    With a GPU there is no stand-in, and without Transformer Engine and Apex the repair for torch's Adam remains.
+    """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # each module names the optional packages it lacks
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
-    if torch.cuda.is_available() or any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
+    if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
+        return
+    if torch.cuda.is_available():
+        if not any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex")):
+            sys.meta_path.insert(0, _MegatronFinder(torch, _TORCH_ADAM_REPAIRS))
         return
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError("megatron.core was imported before otb_megatron.mcore; import otb_megatron.mcore first")
     # Megatron's jit_fuser is torch.compile: its first step compiles small functions for up to 20 s.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    sys.meta_path.insert(0, _MegatronFinder(_torch_without_cuda()))
+    sys.meta_path.insert(0, _MegatronFinder(_torch_without_cuda(), _CPU_REPAIRS | _TORCH_ADAM_REPAIRS))
     # Tied embeddings under PP, CP index tensors and optimizer checkpoints call .cuda() on tensors; streams record them.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     torch.Tensor.type = _cuda_type_names(torch.Tensor.type)  # type: ignore[method-assign]
+
+
+def uses_transformer_engine() -> bool:
+    """Transformer Engine's layers where a GPU and the package are there; otherwise the modules of this package."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 class _Forwarding(types.ModuleType):
@@ -137,10 +150,10 @@ def _cuda_type_names(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Gives each imported `megatron` module the stand-in for `torch` and its own repairs from `_REPAIRS`."""
+    """Gives each imported `megatron` module the stand-in for `torch` and its own repair."""
 
-    def __init__(self, stand_in: _Forwarding) -> None:
-        self.stand_in = stand_in
+    def __init__(self, stand_in: types.ModuleType, repairs: dict[str, Callable[[Any], None]]) -> None:
+        self.stand_in, self.repairs = stand_in, repairs
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if not name.startswith("megatron."):
@@ -154,7 +167,7 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
             execute(module)
             if module.__dict__.get("torch") is torch:
                 module.__dict__["torch"] = self.stand_in
-            _REPAIRS.get(name, lambda module: None)(module)
+            self.repairs.get(name, lambda module: None)(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -237,10 +250,10 @@ def _repair_checkpoint_writer(module: Any) -> None:
     module.get_write_results_queue = lambda mp_mode="fork": queue("fork")
 
 
-_REPAIRS: dict[str, Callable[[Any], None]] = {
+_CPU_REPAIRS: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.random": _repair_random,
     "megatron.core.tensor_parallel.mappings": _repair_mappings,
     "megatron.core.transformer.moe.token_dispatcher": _repair_dispatcher,
-    "megatron.core.optimizer.distrib_optimizer": _repair_distributed_optimizer,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _repair_checkpoint_writer,
 }
+_TORCH_ADAM_REPAIRS: dict[str, Callable[[Any], None]] = {"megatron.core.optimizer.distrib_optimizer": _repair_distributed_optimizer}

@@ -96,7 +96,8 @@ def train_step(
     def forward(iterator: Iterator[tuple[Microbatch, LossInputs]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         microbatch, inputs = next(iterator)
         output, head = _forward(model, chunk, microbatch, objective.temperature, entropy_grad=objective.entropy_coef > 0)
-        return output, partial(_loss, inputs=_select(inputs, head.index), offsets=microbatch.action_offsets, num_actions=num_actions, objective=objective)
+        offsets = microbatch.action_offsets.to(output.device)
+        return output, partial(_loss, inputs=_select(inputs, head.index), offsets=offsets, num_actions=num_actions, objective=objective)
 
     optimizer.zero_grad()
     collected = _run_schedule(model, optimizer.chunks, forward, batches, forward_only=False)

@@ -102,7 +102,8 @@ def _parts(trajectories: Trajectories, config: Config, parallel: Parallel) -> li
             for replica in packed
         ]
         counts = trajectories.action_offsets.diff()[samples]
-        actions = torch.cat([torch.arange(a, b) for a, b in zip(trajectories.action_offsets[samples], trajectories.action_offsets[samples + 1], strict=True)])
+        bounds = zip(trajectories.action_offsets[samples], trajectories.action_offsets[samples + 1], strict=True)
+        actions = torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(first, last) for first, last in bounds)])  # a part may be empty
         parts.append(Part(samples, actions, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]), microbatches))
     return parts
 

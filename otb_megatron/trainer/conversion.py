@@ -17,34 +17,33 @@ from otb_megatron.mcore.shards import FullWeights
 from otb_megatron.mcore.step import statistics
 from otb_megatron.trainer.batch import distribute, gather_statistics
 from otb_megatron.trainer.driver import Driver
-from otb_megatron.trainer.source import load_tokenizer, training_prompts
+from otb_megatron.trainer.learner import export_weights
+from otb_megatron.trainer.source import load_tokenizer, read_prompts
 from otb_megatron.trainer.validate import data_parallel_size
 from otb_megatron.types import Response, Sample, Trajectories, UserError
 from otb_megatron.weights.architectures import load_model
-from otb_megatron.weights.files import write_checkpoint
 
 _COMPARED_SAMPLES = 32
 
 
-def export(config: Config, directory: Path | None, model_dir: Path) -> None:
-    """Writes a training checkpoint as a Hugging Face model directory. Runs alone or under torchrun; the checkpoint may come from any layout."""
+def export(config: Config, directory: Path | None, model_dir: Path) -> bool:
+    """Writes a training checkpoint as a Hugging Face model directory. Runs alone or under torchrun; the checkpoint may come from any layout.
+
+    Returns:
+        Whether this rank wrote it.
+    """
     model, driver = _restore(config, directory)
     try:
-        weights = FullWeights(model)
-        if driver.is_driver:
-            write_checkpoint(model_dir, weights.tensors(), source=model.hf.path, dtype=weights.dtype)
-        else:
-            for _ in weights.tensors():
-                pass
-        driver.run("the export", lambda: None)
+        export_weights(FullWeights(model), driver, model.hf.path, model_dir)
+        return driver.is_driver
     finally:
         stop_parallel()
 
 
-def verify(config: Config, directory: Path | None, model_dir: Path) -> float:
+def verify(config: Config, directory: Path | None, model_dir: Path) -> float | None:
     """The largest difference of a token's log-prob between a checkpoint in Megatron and `model_dir` in transformers.
 
-    It is taken over demonstrations of `data.train` (text they never need to answer well), at `rollout.temperature`.
+    None on ranks that do not compare. It is taken over demonstrations of `data.train` (text they never need to answer well), at `rollout.temperature`.
 
     Raises:
         UserError: if it is above 1e-4 for float32 models or 0.1 for bfloat16 ones.
@@ -56,7 +55,7 @@ def verify(config: Config, directory: Path | None, model_dir: Path) -> float:
         microbatches = [microbatch for part in batch.microbatches for microbatch in part]
         ours = gather_statistics(batch, statistics(model, model.wrapped_chunks(), microbatches, config.rollout.temperature), driver)
         if ours is None or trajectories is None:
-            return 0.0
+            return None
         theirs = _transformers_log_prob(model_dir, model, trajectories, config.rollout.temperature)
         difference = float((ours.log_prob - theirs).abs().max())
     finally:
@@ -71,7 +70,10 @@ def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver]:
     hf = load_model(config.model.path)
     _, world_size = world()
     if world_size == 1:
-        config = config.model_copy(update={"parallel": type(config.parallel)()})
+        uneven = {key: value for key, value in config.megatron.items() if key.startswith("num_layers_in_") or key == "pipeline_model_parallel_layout"}
+        config = config.model_copy(
+            update={"parallel": type(config.parallel)(), "megatron": {key: value for key, value in config.megatron.items() if key not in uneven}}
+        )
     data_parallel_size(config.parallel, world_size)
     root = config.trainer.output_dir / "checkpoints"
     directory = directory or checkpoint.latest(root)
@@ -86,7 +88,7 @@ def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver]:
 def _demonstrations(config: Config) -> Trajectories:
     tokenizer = load_tokenizer(config)
     samples = []
-    for group, prompt in enumerate(training_prompts(config).prompts[:_COMPARED_SAMPLES]):
+    for group, prompt in enumerate(read_prompts(config, config.data.train).prompts[:_COMPARED_SAMPLES]):
         response = Response(demonstration_tokens(tokenizer, prompt), (), prompt.demonstration or "", "stop", 0)
         samples.append(Sample(prompt, response, group, 0.0))
     return Trajectories.from_samples(samples)

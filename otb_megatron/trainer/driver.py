@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,9 +18,11 @@ class FailedElsewhere(UserError):
     """Another rank failed and reports why; this one only ends."""
 
 
-def told_elsewhere(error: UserError) -> bool:
-    """Whether another rank reports `error`. Before the process group stands every rank finds the same faults, and rank 0 reports them."""
-    return isinstance(error, FailedElsewhere) or not dist.is_initialized()
+def tell(error: BaseException | None, rank: int) -> None:
+    """Prints what a user can mend, at once: what follows (closing engines, ending ranks) may take seconds, or be cut short."""
+    if isinstance(error, UserError) and not isinstance(error, FailedElsewhere) and not error.told:
+        print(f"{'' if rank == 0 else f'rank {rank}: '}error: {error}", file=sys.stderr, flush=True)
+        error.told = True
 
 
 class Driver:
@@ -94,4 +97,5 @@ class Driver:
         try:
             collective(*args, group=self._parallel.control, **kwargs)
         except RuntimeError as error:
-            raise FailedElsewhere(f"rank {self._parallel.rank} waited for {what} in vain: a rank ended or trainer.deadline_s passed ({error})") from error
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"waited for {what} in vain: another rank ended, or trainer.deadline_s passed ({reason})") from error

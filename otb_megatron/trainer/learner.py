@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.trainer.batch import Batch
 from otb_megatron.trainer.driver import Driver
 from otb_megatron.trainer.source import Engines
+from otb_megatron.trainer.validate import Task
 from otb_megatron.types import LossInputs
 from otb_megatron.weights.architectures import HuggingFaceModel
 from otb_megatron.weights.files import Checkpoint, write_checkpoint
@@ -28,14 +31,15 @@ from otb_megatron.weights.files import Checkpoint, write_checkpoint
 class Learner:
     """Every method is collective over the world."""
 
-    def __init__(self, config: Config, hf: HuggingFaceModel, parallel: Parallel, driver: Driver) -> None:
-        self._config, self._parallel, self._driver = config, parallel, driver
+    def __init__(self, config: Config, task: Task, hf: HuggingFaceModel, parallel: Parallel, driver: Driver) -> None:
+        self._config, self._driver = config, driver
         self.model = build_model(config, hf, parallel)
         driver.together("loading the weights", lambda: load_weights(self.model, Checkpoint(hf.path)))
         self._reference = ReferenceWeights(self.model) if config.algorithm.kl_coef else None
         self._optimizer = build_optimizer(self.model, config)
-        self._weights = FullWeights(self.model)
-        self._objective = Objective.of(config)
+        self.weights = FullWeights(self.model)
+        # Demonstrations are not sampled: their likelihood is that of the plain softmax.
+        self._objective = Objective.of(config) if task == "train" else dataclasses.replace(Objective.of(config), temperature=1.0)
         self._checkpoints = config.trainer.output_dir / "checkpoints"
 
     def statistics(self, batch: Batch) -> list[LocalStatistics]:
@@ -68,16 +72,21 @@ class Learner:
 
     def publish(self, engines: Engines | None, version: int) -> None:
         """Sends the weights to the rollout engines, which only the driver has."""
-        if engines is None:
-            _exhaust(self._weights.tensors())
-        else:
-            metadata = [TensorMetadata(name, dtype, shape) for name, dtype, shape in self._weights.metadata()]
-            engines.send_weights(metadata, self._weights.tensors(), version)
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
+        def send(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            assert engines is not None
+            engines.send_weights([TensorMetadata(*described) for described in self.weights.metadata()], tensors, version)
+
+        stream_weights(self.weights, self._driver, "sending the weights to the engines", send)
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
         """Writes a checkpoint; `state` is the driver's."""
-        self._driver.run("checking the space for a checkpoint", lambda: checkpoint.check_space(self.model, self._checkpoints))
-        return checkpoint.save(self._checkpoints, step, self.model, self._optimizer, state, self._config.checkpoint.keep_last)
+        state = state | {"use_distributed_optimizer": self._config.optimizer.use_distributed_optimizer}
+        num_parameters = sum(math.prod(shape) for _, _, shape in self.weights.metadata()) if self._driver.is_driver else 0
+        self._driver.run("making room for a checkpoint", lambda: checkpoint.begin(self._checkpoints, step, num_parameters))
+        checkpoint.write(self._checkpoints, step, self.model, self._optimizer)
+        self._driver.together("writing a checkpoint", lambda: None)
+        self._driver.run("completing a checkpoint", lambda: checkpoint.complete(self._checkpoints, step, state, self._config.checkpoint.keep_last))
 
     def restore(self, directory: Path) -> None:
         """Continues from a checkpoint."""
@@ -85,12 +94,31 @@ class Learner:
 
     def export(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face model directory."""
-        if not self._parallel.is_driver:
-            _exhaust(self._weights.tensors())
-            return
-        write_checkpoint(directory, self._weights.tensors(), source=self.model.hf.path, dtype=self._weights.dtype)
+        export_weights(self.weights, self._driver, self.model.hf.path, directory)
 
 
-def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
-    for _ in tensors:
-        raise AssertionError("only the driver receives weights")
+def stream_weights(weights: FullWeights, driver: Driver, what: str, consume: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+    """Streams the whole weights to `consume` on the driver; if it fails, every rank ends with its error. Collective over the world.
+
+    The other ranks send their shards whatever becomes of `consume`, so the driver takes them all before it tells.
+    """
+    failure: list[Exception] = []
+    stream = weights.tensors()
+    if driver.is_driver:
+        try:
+            consume(item for item in stream)
+        except Exception as error:
+            failure.append(error)
+    for _ in stream:
+        pass
+
+    def announce() -> None:
+        if failure:
+            raise failure[0]
+
+    driver.run(what, announce)
+
+
+def export_weights(weights: FullWeights, driver: Driver, source: Path, directory: Path) -> None:
+    """Writes a Hugging Face model directory, whose config and tokenizer are those of `source`. Collective over the world."""
+    stream_weights(weights, driver, "the export", lambda tensors: write_checkpoint(directory, tensors, source=source, dtype=weights.dtype))

@@ -12,7 +12,7 @@ from otb_megatron.types import LossInputs, Trajectories
 
 
 def train(run: Run) -> None:
-    """Trains from the first step that is not in the checkpoint to `trainer.num_steps`, then exports the policy."""
+    """Trains from the first step that is not in the checkpoint to `trainer.num_steps`."""
     num_steps, interval = run.config.trainer.num_steps, run.config.checkpoint.interval
     if run.has_engines:
         run.learner.publish(run.engines, version=run.first_step - 1)
@@ -32,7 +32,6 @@ def train(run: Run) -> None:
         if step == num_steps or (interval and step % interval == 0):
             with run.timer.phase("checkpoint"):
                 run.learner.save(step, {"step": step, **run.state} if run.driver.is_driver else {})
-    run.learner.export(run.config.trainer.output_dir / "export")
 
 
 def collect(run: Run, step: int, metrics: Metrics) -> Batch:

@@ -6,21 +6,34 @@ from otb_megatron.config import Config
 from otb_megatron.mcore.parallel import world
 from otb_megatron.telemetry.console import summary_table
 from otb_megatron.telemetry.report import write_report
+from otb_megatron.trainer.driver import FailedElsewhere
 from otb_megatron.trainer.loop import train
 from otb_megatron.trainer.run import Run
 from otb_megatron.trainer.validate import Task, validate
+from otb_megatron.types import UserError
 
 
 def run(config: Config, task: Task) -> None:
     """Validates, trains (or resumes), exports, and reports. Every rank of the run calls it."""
-    _, world_size = world()
-    model = validate(config, task, world_size)
+    rank, world_size = world()
+    try:
+        model = validate(config, task, world_size)
+    except UserError as error:
+        if rank == 0:
+            raise
+        raise FailedElsewhere("rank 0 finds the same faults") from error
+    output_dir, num_steps = config.trainer.output_dir, config.trainer.num_steps
     with Run(config, task, model) as assembled:
-        is_driver = assembled.parallel.is_driver
-        train(assembled)
-    if is_driver:
-        output_dir = config.trainer.output_dir
-        report = write_report(output_dir)
-        if config.telemetry.progress:
-            rows = [("checkpoint", output_dir / "checkpoints" / "latest"), ("export", output_dir / "export"), ("report", report)]
-            summary_table(rows + ([("tensorboard", output_dir / "tensorboard")] if config.telemetry.tensorboard else []))
+        is_driver, finished = assembled.parallel.is_driver, assembled.finished
+        if not finished:
+            train(assembled)
+        if not finished or not assembled.driver.share("whether there is an export", (output_dir / "export").is_dir()):
+            assembled.learner.export(output_dir / "export")
+    if not is_driver:
+        return
+    if finished:
+        print(f"{output_dir} has all {num_steps} steps already; set a higher trainer.num_steps to continue it")
+    report = write_report(output_dir)
+    if config.telemetry.progress:
+        rows = [("checkpoint", output_dir / "checkpoints" / "latest"), ("export", output_dir / "export"), ("report", report)]
+        summary_table(rows + ([("tensorboard", output_dir / "tensorboard")] if config.telemetry.tensorboard else []))

@@ -22,14 +22,17 @@ def describe(config: Config, world_size: int) -> str:
     tp = parallel.tensor_model_parallel_size
     dp = data_parallel_size(parallel, world_size)
     checkpoint = Checkpoint(hf.path)
-    num_parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names)
-    model_shards = tp * parallel.pipeline_model_parallel_size
+    padded = hf.padded_vocab_size(tp, config.model.make_vocab_size_divisible_by)
+    expert_names = {name for rule in hf.rules(padded) if rule.group == "expert" for name in rule.hf}
+    sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names}
+    num_parameters, num_expert = sum(sizes.values()), sum(size for name, size in sizes.items() if name in expert_names)
+    expert_shards = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    per_rank = ((num_parameters - num_expert) / tp + num_expert / expert_shards) / parallel.pipeline_model_parallel_size
     weight_bytes = 4 if config.model.dtype == "float32" else 2
-    state_shards = model_shards * (dp * parallel.context_parallel_size if config.optimizer.use_distributed_optimizer else 1)
     # Gradients and the two moments are float32; bfloat16 weights have a float32 master beside them.
     state_bytes = 8 + (4 if weight_bytes == 2 else 0)
-    resident = num_parameters * (weight_bytes + 4) / model_shards + num_parameters * state_bytes / state_shards
-    padded = hf.padded_vocab_size(tp, config.model.make_vocab_size_divisible_by)
+    state_shards = dp * parallel.context_parallel_size if config.optimizer.use_distributed_optimizer else 1
+    resident = per_rank * (weight_bytes + 4 + state_bytes / state_shards)
     samples = config.data.prompts_per_step * (config.rollout.n if task == "train" else 1)
     rows = [
         ("task", task),

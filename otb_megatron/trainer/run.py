@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from otb_megatron.config import Config
+from otb_megatron.data.sources import PromptSet
 from otb_megatron.mcore import checkpoint
 from otb_megatron.mcore.parallel import start_parallel, stop_parallel
 from otb_megatron.telemetry.recorder import Recorder
 from otb_megatron.telemetry.timing import PhaseTimer
-from otb_megatron.trainer.driver import Driver
+from otb_megatron.trainer.driver import Driver, tell
 from otb_megatron.trainer.learner import Learner
-from otb_megatron.trainer.source import Demonstrations, Engines, Evaluation, Recording, Rollouts, Source
+from otb_megatron.trainer.source import Demonstrations, Engines, Evaluation, Recording, Rollouts, Source, read_prompts
 from otb_megatron.trainer.validate import Task
+from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel
 
 
@@ -32,20 +35,29 @@ class Run:
         self.engines: Engines | None = None
         self.evaluation: Evaluation | None = None
         self.recorder: Recorder | None = None
+        self._open = ExitStack()
+        self._open.callback(stop_parallel)
         self.parallel = start_parallel(config.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
         self.driver = Driver(self.parallel)
         try:
-            resume_from = self._resume_from()
-            self.learner = Learner(config, hf, self.parallel, self.driver)
-            if resume_from is not None:
-                self.learner.restore(resume_from)
+            # What a user may have got wrong comes first: building the model and starting engines take a while.
+            prompts = self.driver.run("reading the data", self._read_prompts)
+            resume_from = self.driver.share("the checkpoint to resume from", self.driver.run("looking for a checkpoint", self._resume_from))
             state: dict[str, Any] = checkpoint.read_state(resume_from) if resume_from else {}
             self.first_step = state.get("step", 0) + 1
-            self.driver.run("starting the rollout engines and reading the data", lambda: self._start_driver(state))
+            self.learner = Learner(config, task, hf, self.parallel, self.driver)
+            if resume_from is not None:
+                self.learner.restore(resume_from)
+            self.driver.run("starting the rollout engines", lambda: self._start_driver(state, prompts))  # type: ignore[arg-type]
             self.has_engines = self.driver.share("whether engines run", self.engines is not None)
-        except BaseException:
-            self.close(failed=True)
+        except BaseException as error:
+            self.__exit__(type(error), error)
             raise
+
+    @property
+    def finished(self) -> bool:
+        """Whether the checkpoint holds the last step already."""
+        return self.first_step > self.config.trainer.num_steps
 
     @property
     def state(self) -> dict[str, Any]:
@@ -53,25 +65,46 @@ class Run:
         assert self.source is not None
         return {"task": self.task, "order": self.source.order.state_dict()}
 
-    def _resume_from(self) -> Path | None:
-        """The checkpoint to continue from. Only the driver looks, so that all ranks agree."""
-        root = self.config.trainer.output_dir / "checkpoints"
-        found = self.driver.run("looking for a checkpoint", lambda: checkpoint.latest(root) if self.config.trainer.resume == "auto" else None)
-        return self.driver.share("the checkpoint to resume from", found)
+    def _read_prompts(self) -> tuple[PromptSet, PromptSet | None]:
+        data = self.config.data
+        evaluates = data.validation is not None and self.task == "train" and self.config.rollout.replay_dir is None
+        return read_prompts(self.config, data.train), read_prompts(self.config, data.validation) if evaluates else None  # type: ignore[arg-type]
 
-    def _start_driver(self, state: dict[str, Any]) -> None:
+    def _resume_from(self) -> Path | None:
+        """The checkpoint to continue from, checked against this run."""
         config = self.config
-        config.trainer.output_dir.mkdir(parents=True, exist_ok=True)
-        config.save(config.trainer.output_dir / "config.yaml")
+        if config.trainer.resume == "never":
+            return None
+        directory = checkpoint.latest(config.trainer.output_dir / "checkpoints")
+        state = checkpoint.read_state(directory) if directory else {}
+        if state and state["task"] != self.task:
+            raise UserError(f"{directory} is a checkpoint of `{state['task']}`, not of `{self.task}`; set another trainer.output_dir")
+        if state and state["use_distributed_optimizer"] != config.optimizer.use_distributed_optimizer:
+            raise UserError(
+                f"{directory} was written with optimizer.use_distributed_optimizer={state['use_distributed_optimizer']}; continue with the same setting"
+            )
+        return directory
+
+    def _start_driver(self, state: dict[str, Any], prompts: tuple[PromptSet, PromptSet | None]) -> None:
+        config = self.config
+        training, validation = prompts
+        if self.finished:
+            return
+        try:
+            config.trainer.output_dir.mkdir(parents=True, exist_ok=True)
+            config.save(config.trainer.output_dir / "config.yaml")
+        except OSError as error:
+            raise UserError(f"cannot write to trainer.output_dir={config.trainer.output_dir}: {error}") from error
         if self.task == "sft":
-            self.source = Demonstrations(config)
+            self.source = Demonstrations(config, training)
         elif config.rollout.replay_dir is not None:
-            self.source = Recording(config)
+            self.source = Recording(config, training)
         else:
             self.engines = Engines(config, load_weights=False, first_step=self.first_step)
-            self.source = Rollouts(config, self.engines)
-            self.evaluation = Evaluation(config, self.engines) if config.data.validation else None
-        if "order" in state:
+            self._open.callback(self.engines.close)
+            self.source = Rollouts(config, self.engines, training)
+            self.evaluation = Evaluation(self.engines, validation) if validation else None
+        if state:
             self.source.order.load_state_dict(state["order"])
         self.recorder = Recorder(
             config.telemetry,
@@ -81,17 +114,13 @@ class Run:
             resolved_config=config.model_dump(mode="json"),
         )
 
-    def close(self, *, failed: bool = False) -> None:
-        """Ends engines, workers and records; safe to call on a run that was built in part."""
-        if self.engines is not None:
-            self.engines.close()
-        if self.recorder is not None:
-            self.recorder.close(failed=failed)
-        self.engines = self.recorder = None
-        stop_parallel()
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(failed=kind is not None)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Tells what went wrong, then ends records, engines and groups, each whatever becomes of the others."""
+        tell(error, self.parallel.rank)
+        if self.recorder is not None:
+            recorder = self.recorder
+            self._open.callback(lambda: recorder.close(failed=kind is not None))
+        self._open.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -68,10 +69,9 @@ class Engines:
 class Rollouts:
     """Prompts in their order, answered by the engines at the policy's newest weights."""
 
-    def __init__(self, config: Config, engines: Engines) -> None:
-        self._config, self._engines = config, engines
-        self._prompts = training_prompts(config)
-        self.order = _order(config, self._prompts)
+    def __init__(self, config: Config, engines: Engines, prompts: PromptSet) -> None:
+        self._config, self._engines, self._prompts = config, engines, prompts
+        self.order = _order(config, prompts)
 
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         rollout = self._config.rollout
@@ -85,10 +85,10 @@ class Rollouts:
 class Recording:
     """The samples that an earlier run saved with `rollout.save`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, prompts: PromptSet) -> None:
         assert config.rollout.replay_dir is not None
         self._config, self._directory = config, config.rollout.replay_dir
-        self.order = _order(config, training_prompts(config))
+        self.order = _order(config, prompts)
 
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         self.order.next(self._config.data.prompts_per_step)
@@ -99,11 +99,10 @@ class Recording:
 class Demonstrations:
     """Known good answers, for supervised fine-tuning."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, prompts: PromptSet) -> None:
+        self._config, self._prompts = config, prompts
         self._tokenizer = load_tokenizer(config)
-        self._prompts = training_prompts(config)
-        self.order = _order(config, self._prompts)
+        self.order = _order(config, prompts)
 
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         with timer.phase("data"):
@@ -119,10 +118,8 @@ class Demonstrations:
 class Evaluation:
     """Greedy answers to held-out prompts."""
 
-    def __init__(self, config: Config, engines: Engines) -> None:
-        assert config.data.validation is not None
-        self._engines = engines
-        self._prompts = _prompts(config, config.data.validation).prompts
+    def __init__(self, engines: Engines, prompts: PromptSet) -> None:
+        self._engines, self._prompts = engines, prompts.prompts
 
     def accuracy(self) -> dict[str, float]:
         """eval/accuracy, the mean reward, and what goes with it."""
@@ -138,12 +135,18 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(config.model.path)
 
 
-def training_prompts(config: Config) -> PromptSet:
-    return _prompts(config, config.data.train)
+def read_prompts(config: Config, source: SourceConfig) -> PromptSet:
+    """The prompts of `source`.
 
-
-def _prompts(config: Config, source: SourceConfig) -> PromptSet:
-    return load_prompts(source, load_tokenizer(config), max_prompt_tokens=config.data.max_prompt_tokens, overlong=config.data.overlong_prompts)
+    Warns:
+        UserWarning: some were longer than `data.max_prompt_tokens` and left out.
+    """
+    prompts = load_prompts(source, load_tokenizer(config), max_prompt_tokens=config.data.max_prompt_tokens, overlong=config.data.overlong_prompts)
+    if prompts.num_filtered:
+        origin = source.path or source.reasoning_gym
+        total = prompts.num_filtered + len(prompts.prompts)
+        warnings.warn(f"{prompts.num_filtered} of {total} prompts of {origin} exceed data.max_prompt_tokens and were left out", UserWarning, stacklevel=2)
+    return prompts
 
 
 def _order(config: Config, prompts: PromptSet) -> PromptOrder:

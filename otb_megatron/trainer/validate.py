@@ -42,7 +42,10 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
         if model.is_moe and config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
             faults.append("an MoE model with parallel.tensor_model_parallel_size > 1 needs parallel.sequence_parallel=true (Megatron-Core's rule)")
     _collect(faults, lambda: _check_loss(config, task))
-    if task == "train":
+    if task == "sft":
+        if config.algorithm.kl_coef or config.algorithm.rollout_correction != "none":
+            faults.append("algorithm.kl_coef and algorithm.rollout_correction have no part in `sft`; leave them out")
+    else:
         _collect(faults, lambda: _check_advantage(config))
         if config.rollout.replay_dir is None:
             _collect(faults, lambda: resolve(config.rewards.function, config.rewards.options))

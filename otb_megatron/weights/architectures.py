@@ -141,12 +141,14 @@ def _qkv_bias(config: dict[str, Any]) -> bool:
 def _settings(config: dict[str, Any], *, qk_norm: bool = False) -> dict[str, Any]:
     """TransformerConfig fields of a pre-norm decoder with RMSNorm, RoPE and SwiGLU; plus `rotary_base`."""
     _only(config, hidden_act="silu", attention_dropout=0.0, attention_bias=False, mlp_bias=False)
-    _only(config, use_sliding_window=False, sliding_window=None, partial_rotary_factor=1.0)
+    _only(config, use_sliding_window=False, use_mrope=False, partial_rotary_factor=1.0)
+    if config.get("use_sliding_window", True):  # Qwen2 keeps a window size in its configuration and turns it off beside it
+        _only(config, sliding_window=None)
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise UserError(f"config.json: layer_types {sorted(set(config['layer_types']))} has no mapping; only full_attention")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"config.json: RoPE scaling {rope} has no mapping yet; only rope_type=default")
+    if rope.get("rope_type", rope.get("type", "default")) != "default" or set(rope) - {"rope_type", "type", "rope_theta"}:
+        raise UserError(f"config.json: RoPE scaling {rope} has no mapping yet; only rope_type=default with rope_theta")
     return dict(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -187,7 +189,7 @@ _NO_EFFECT = frozenset(
 )
 _DENSE_FIELDS = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps rope_parameters "
-    "rope_scaling rope_theta tie_word_embeddings attention_bias attention_dropout mlp_bias use_sliding_window sliding_window layer_types "
+    "rope_scaling rope_theta tie_word_embeddings attention_bias attention_dropout mlp_bias use_sliding_window sliding_window use_mrope layer_types "
     "partial_rotary_factor".split()
 )
 _MOE_FIELDS = _DENSE_FIELDS | frozenset(

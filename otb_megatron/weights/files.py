@@ -71,11 +71,18 @@ def write_checkpoint(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, 
     It is written beside `directory` and renamed at the end, so that a reader never sees half of one.
 
     Args:
-        directory: replaced if it exists.
+        directory: new, empty, or an earlier export, which is then replaced.
         tensors: name and full tensor, streamed; at most `max_shard_bytes` of them are held.
         source: the directory the model started from; everything but the weights is copied from there.
         dtype: recorded in config.json.
+
+    Raises:
+        UserError: `directory` holds something else, or the disk does not take it. What was there before is then still there.
     """
+    if directory.resolve() == source.resolve():
+        raise UserError(f"the export must not replace the model it comes from, {source}; name another directory")
+    if directory.exists() and any(directory.iterdir()) and not ((directory / "config.json").is_file() and list(directory.glob("*.safetensors"))):
+        raise UserError(f"{directory} holds files that are not an earlier export; name another directory, or empty it")
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -88,8 +95,8 @@ def write_checkpoint(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, 
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
-    except OSError as error:
-        raise UserError(f"cannot write the Hugging Face export {directory}: {error.strerror or error}; nothing was left there") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write the Hugging Face export {directory}: {error}; what was there before is as it was") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.training import Outcome, largest_difference, record_samples, settings, train
 from tests.models import VOCAB_SIZE, make_model
@@ -24,10 +25,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_cp2_sp": (4, dict(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True)),
     "ep2": (2, dict(expert_model_parallel_size=2)),
     "tp2_sp_ep2": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)),
+    "tp2_sp_etp2": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2)),
 }
 TESTED = {
     "qwen3_tied": ["tp2", "tp2_sp", "pp2", "pp2_vpp2", "cp2", "dp2", "tp2_pp2", "tp2_cp2_sp"],
-    "qwen3_moe": ["tp2_sp", "pp2", "pp2_vpp2", "cp2", "dp2", "tp2_cp2_sp", "ep2", "tp2_sp_ep2"],
+    "qwen3_moe": ["tp2_sp", "pp2", "pp2_vpp2", "cp2", "dp2", "tp2_cp2_sp", "ep2", "tp2_sp_ep2", "tp2_sp_etp2"],
 }
 COMPARED_METRICS = ("policy/entropy", "policy/energy", "policy/log_prob", "advantages/std", "loss/total", "optimizer/grad_norm")
 
@@ -44,15 +46,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     return found
 
 
-def _check(outcome: Outcome, expected: Outcome) -> None:
+def _check(outcome: Outcome, expected: Outcome, tolerance: float = 2e-5) -> None:
     assert len(expected.advantages) == 3
     for got, want in zip(outcome.advantages, expected.advantages, strict=True):
         assert got.shape == want.shape
-        assert float((got - want).abs().max()) < 2e-5
+        assert float((got - want).abs().max()) < tolerance
     for got, want in zip(outcome.metrics, expected.metrics, strict=True):
         for name in COMPARED_METRICS:
-            assert got[name] == pytest.approx(want[name], rel=2e-5, abs=2e-6), name
-    assert largest_difference(outcome.weights, expected.weights) < 2e-5
+            assert got[name] == pytest.approx(want[name], rel=tolerance, abs=tolerance / 10), name
+    assert largest_difference(outcome.weights, expected.weights) < tolerance
 
 
 @pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind, layouts in TESTED.items() for layout in layouts])
@@ -62,6 +64,42 @@ def test_layout_equals_one_process(references: dict[str, tuple[Path, Outcome]], 
     values = settings(work / "model", work, parallel=parallel)
     values["trainer"]["output_dir"] = str(tmp_path / "run")
     _check(train(values, world_size), expected)
+
+
+FULL_OBJECTIVE = {
+    "advantage": "rloo",
+    "aggregation": "seq-mean-token-mean",
+    "kl_coef": 0.1,
+    "entropy_coef": 0.01,
+    "rollout_correction": "truncated",
+    "optimizer_steps_per_rollout": 2,
+}
+
+
+def test_every_term_of_the_objective_is_free_of_the_layout(references: dict[str, tuple[Path, Outcome]], tmp_path: Path) -> None:
+    """KL, entropy bonus, correction weights, two optimizer steps a rollout and another aggregation, at TP2 x CP2 with SP."""
+    work, _ = references["qwen3_tied"]
+    outcomes = []
+    for name, world_size, parallel in (("one", 1, {}), ("many", *LAYOUTS["tp2_cp2_sp"])):
+        values = settings(work / "model", work, parallel=parallel, algorithm=FULL_OBJECTIVE)
+        values["trainer"]["output_dir"] = str(tmp_path / name)
+        outcomes.append(train(values, world_size))
+    _check(outcomes[1], outcomes[0], tolerance=5e-5)
+
+
+def test_bfloat16_trains_in_any_layout_within_its_rounding(references: dict[str, tuple[Path, Outcome]], tmp_path: Path) -> None:
+    """Float32 masters and gradients: TP2 differs from one process by bfloat16 rounding (8 bits, 2^-8 = 0.4 %) of activations and weights."""
+    work, _ = references["qwen3_tied"]
+    outcomes = []
+    for name, world_size, parallel in (("one", 1, {}), ("two", *LAYOUTS["tp2"])):
+        values = settings(work / "model", work, parallel=parallel, optimizer={"lr": 1e-3, "adam_eps": 1e-4})
+        values["model"]["dtype"] = "bfloat16"
+        values["trainer"]["output_dir"] = str(tmp_path / name)
+        outcomes.append(train(values, world_size))
+    one, two = outcomes
+    assert all(tensor.dtype == torch.bfloat16 for tensor in two.weights.values())
+    assert largest_difference({n: t.float() for n, t in two.weights.items()}, {n: t.float() for n, t in one.weights.items()}) < 0.02
+    assert two.metrics[0]["policy/entropy"] == pytest.approx(one.metrics[0]["policy/entropy"], rel=0.02)
 
 
 @pytest.mark.parametrize(

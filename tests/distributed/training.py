@@ -92,7 +92,7 @@ def _train_rank(rank: int, world_size: int, values: dict[str, Any]) -> dict[str,
     Learner.update = observed  # type: ignore[method-assign]
     with Run(config, "train", validate(config, "train", world_size)) as run:
         train_loop(run)
-        weights = {name: tensor.clone() for name, tensor in run.learner._weights.tensors()}
+        weights = {name: tensor.clone() for name, tensor in run.learner.weights.tensors()}
         lines = (config.trainer.output_dir / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
     return {"advantages": seen, "weights": weights, "metrics": [json.loads(line) for line in lines]}
 

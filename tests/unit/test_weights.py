@@ -68,6 +68,7 @@ def test_every_tensor_of_a_checkpoint_has_one_rule(tmp_path: Path, kind: str) ->
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "RoPE scaling"),
         ({"surprising_new_field": 3}, "surprising_new_field=3"),
     ],
 )
@@ -77,6 +78,40 @@ def test_a_setting_without_a_mapping_is_refused(tmp_path: Path, change: dict, pa
     with pytest.raises(UserError, match=part.replace("[", r"\[")):
         model = load_model(tmp_path)
         model.architecture.settings(model.config)
+
+
+def test_a_published_qwen2_configuration_is_understood(tmp_path: Path) -> None:
+    """config.json of Qwen2.5-0.5B as its authors published it: a window size that is turned off, and fields of their own."""
+    published = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "initializer_range": 0.02,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "model_type": "qwen2",
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model = load_model(tmp_path)
+    settings = model.architecture.settings(model.config)
+    assert (settings["kv_channels"], settings["rotary_base"], settings["add_qkv_bias"], model.tied) == (64, 1e6, True, True)
 
 
 def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
@@ -92,7 +127,7 @@ def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
 
 def test_a_failing_export_leaves_the_old_one(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen3")
-    (tmp_path / "out").mkdir()
+    make_model(tmp_path / "out", "qwen3", seed=1)
     (tmp_path / "out" / "mine").write_text("kept")
 
     def fails():
@@ -102,6 +137,16 @@ def test_a_failing_export_leaves_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No space left on device"):
         write_checkpoint(tmp_path / "out", fails(), source=tmp_path / "model", dtype=torch.float32)
     assert (tmp_path / "out" / "mine").read_text() == "kept" and not (tmp_path / "out.partial").exists()
+
+
+def test_an_export_replaces_nothing_but_an_export(tmp_path: Path) -> None:
+    original = make_model(tmp_path / "model", "qwen3").state_dict()
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.tex").write_text("years")
+    for directory, part in ((tmp_path / "work", "not an earlier export"), (tmp_path / "model", "must not replace the model")):
+        with pytest.raises(UserError, match=part):
+            write_checkpoint(directory, iter(original.items()), source=tmp_path / "model", dtype=torch.float32)
+    assert (tmp_path / "work" / "thesis.tex").read_text() == "years"
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
