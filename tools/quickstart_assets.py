@@ -4,7 +4,7 @@
 
 writes `model/` (a Hugging Face directory with random weights) and, in verl's schema, `train.jsonl`, `validation.jsonl` and
 `demonstrations.jsonl`. The task is the sums of reasoning-gym's `chain_sum`: two numbers from 10 to 99. The demonstrations
-are answers of pupils who often forget to carry, so that about three in ten are wrong.
+are answers of pupils who often forget to carry, so that about a third is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 NUM_PUPILS = 4  # demonstrations of each problem
-FORGOTTEN_CARRIES = 0.65  # of the demonstrations whose ones make a carry
+FORGOTTEN_CARRIES = 0.75  # of the demonstrations whose ones make a carry
 NUM_TRAIN_ROWS = 7500  # of 8100 sums
 NUM_VALIDATION_ROWS = 200
 VOCAB_SIZE = 400  # an upper bound: 256 bytes, 3 special tokens, and all merges of the constant wording; a prompt then has 12 tokens
