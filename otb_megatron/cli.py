@@ -157,7 +157,7 @@ def _launch(options: argparse.Namespace) -> None:
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         for rank, failure in error.failures.items():
-            if failure.exitcode < 0:
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the launcher itself ends the others by SIGTERM
                 name = signal.Signals(-failure.exitcode).name
                 print(f"error: rank {rank} was ended by {name}; SIGKILL often is the system running out of memory", file=sys.stderr)
         raise SystemExit(max((code for code in codes if code > 0), default=_FAILURE)) from None

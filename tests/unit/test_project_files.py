@@ -162,7 +162,9 @@ def test_python_from_uv(tmp_path: Path) -> None:
 
 def test_no_python_is_said_clearly(tmp_path: Path) -> None:
     tools = _only_bash(tmp_path / "tools")
-    _fake(tools, "python3", "exit 127")
+    _fake(tools, "python3.12", "exit 127")
+    # An interpreter that works and is of another version.
+    _fake(tools, "python3", f"exec {sys.executable} -c 'import sys; sys.version_info = (3, 11, 7); exec(sys.argv[1])' \"$2\"")
     found = _find_python(tools)
     assert found.returncode == 1 and "no working Python 3.12 found" in found.stderr and not found.stdout
     named = _find_python(tools, PYTHON=str(tools / "python3"))
