@@ -115,7 +115,7 @@ def greedy_answers(config: Config) -> tuple[list[Prompt], list[tuple[int, ...]],
     assert config.data.validation is not None
     prompts = load_prompts(config.data.validation, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens, overlong="filter").prompts
     model = AutoModelForCausalLM.from_pretrained(config.model.path).eval()
-    with_transformers = [_answer(model, prompt.token_ids, limit) for prompt in prompts]
+    with_transformers = _answers(model, prompts, limit)
     with RolloutPool(
         config.rollout, model_dir=config.model.path, dtype=config.model.dtype, max_prompt_tokens=config.data.max_prompt_tokens, load_weights=True
     ) as pool:
@@ -123,12 +123,21 @@ def greedy_answers(config: Config) -> tuple[list[Prompt], list[tuple[int, ...]],
     return prompts, with_transformers, [response.token_ids for (response,) in responses]
 
 
-def _answer(model: Any, prompt: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """One prompt at a time: padding would be one more thing that could differ."""
+def _answers(model: Any, prompts: Sequence[Prompt], limit: int) -> list[tuple[int, ...]]:
+    """Prompts of one length at a time, so that nothing is padded."""
     import torch
 
-    ids = torch.tensor([prompt])
-    return tuple(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False)[0, len(prompt) :].tolist())
+    end = model.generation_config.eos_token_id
+    by_length: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt.token_ids), []).append(index)
+    answers: list[tuple[int, ...]] = [()] * len(prompts)
+    for length, indices in by_length.items():
+        ids = torch.tensor([prompts[index].token_ids for index in indices])
+        generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False)[:, length:].tolist()
+        for index, row in zip(indices, generated, strict=True):
+            answers[index] = tuple(row[: row.index(end) + 1] if end in row else row)  # what follows the end is filling
+    return answers
 
 
 def summarize(otb_dir: Path) -> dict[str, Any]:
