@@ -29,6 +29,7 @@ test-unit test-distributed test-e2e: test-%: $(INSTALLED)
 
 lint: $(INSTALLED) ## Check style: ruff on Python, shellcheck on shell scripts
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/shellcheck .ci/run tools/*.sh launch/*.sh launch/*.sbatch
 
 # Without uv on PATH, make_venv.sh has put one into .venv.

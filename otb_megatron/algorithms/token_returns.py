@@ -47,9 +47,7 @@ def gae(rewards: Tensor, offsets: Tensor, values: Tensor, *, discount: Fraction 
     return (whiten(advantages) if whitened else advantages).to(rewards.dtype)
 
 
-def gae_length_adaptive(
-    rewards: Tensor, offsets: Tensor, values: Tensor, *, discount: Fraction = 1.0, alpha: Positive = 0.05, whitened: bool = True
-) -> Tensor:
+def gae_length_adaptive(rewards: Tensor, offsets: Tensor, values: Tensor, *, discount: Fraction = 1.0, alpha: Positive = 0.05, whitened: bool = True) -> Tensor:
     """VAPO's GAE (arXiv 2504.05118): lam grows with the response's length l, lam = 1 - 1 / (alpha l).
 
     lam is 0 up to a length of 1 / alpha. VAPO decouples the critic's lam (1) from this one: train it on

@@ -113,9 +113,7 @@ def _heaviest_first(weight: Sequence[float]) -> list[int]:
     return sorted(range(len(weight)), key=lambda index: (-weight[index], index))
 
 
-def build_microbatch(
-    trajectories: Trajectories, samples: Sequence[int], *, sequence_multiple: int, total_multiple: int, pad_token_id: int
-) -> Microbatch:
+def build_microbatch(trajectories: Trajectories, samples: Sequence[int], *, sequence_multiple: int, total_multiple: int, pad_token_id: int) -> Microbatch:
     """Lays `samples` out one after the other for one forward pass.
 
     Each sample is padded by itself to `sequence_multiple`. What the total lacks to `total_multiple` is a sequence of its own,

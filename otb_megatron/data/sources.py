@@ -25,9 +25,7 @@ class PromptSet:
     num_filtered: int  # prompts left out because they were too long
 
 
-def load_prompts(
-    source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int, overlong: Literal["filter", "reject"]
-) -> PromptSet:
+def load_prompts(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int, overlong: Literal["filter", "reject"]) -> PromptSet:
     """Reads, checks and tokenises every prompt of a source.
 
     A row follows verl's schema: `data_source` (text), `prompt` (chat messages with text content), `reward_model.ground_truth`

@@ -183,9 +183,7 @@ def _repair_random(module: Any) -> None:
 
 def _repair_dispatcher(module: Any) -> None:
     """MoE all-to-all split sizes become host integers only `if tensor.is_cuda`; gloo then receives tensors and raises TypeError."""
-    module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
-        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-    )
+    module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _repair_mappings(module: Any) -> None:

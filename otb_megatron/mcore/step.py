@@ -50,9 +50,7 @@ class Objective:
     @classmethod
     def of(cls, config: Config) -> Objective:
         algorithm = config.algorithm
-        return cls(
-            algorithm.loss, algorithm.loss_options, algorithm.entropy_coef, algorithm.kl_coef, algorithm.kl_estimator, config.rollout.temperature
-        )
+        return cls(algorithm.loss, algorithm.loss_options, algorithm.entropy_coef, algorithm.kl_coef, algorithm.kl_estimator, config.rollout.temperature)
 
 
 def statistics(model: Model, chunks: list[torch.nn.Module], microbatches: list[Microbatch], temperature: float) -> list[LocalStatistics]:
@@ -76,9 +74,7 @@ def statistics(model: Model, chunks: list[torch.nn.Module], microbatches: list[M
     return collected if model.parallel.is_last_stage and model.parallel.tp_rank == 0 else []
 
 
-def train_step(
-    model: Model, optimizer: Optimizer, batches: list[tuple[Microbatch, LossInputs]], *, num_actions: int, objective: Objective
-) -> Metrics:
+def train_step(model: Model, optimizer: Optimizer, batches: list[tuple[Microbatch, LossInputs]], *, num_actions: int, objective: Objective) -> Metrics:
     """One optimizer step. Collective over the world.
 
     Args:
@@ -140,9 +136,7 @@ def _forward(model: Model, chunk: torch.nn.Module, microbatch: Microbatch, tempe
     """Runs one model chunk on one microbatch; on the last stage the output is `statistics_output`'s."""
     parallel, device = model.parallel, model.parallel.device
     pack = PackedSequences.of(microbatch, parallel.cp_size, parallel.cp_rank, device)
-    head = Head.of(
-        microbatch, parallel.groups, vocab_size=model.hf.vocab_size, temperature=temperature, entropy_grad=entropy_grad, device=device
-    )
+    head = Head.of(microbatch, parallel.groups, vocab_size=model.hf.vocab_size, temperature=temperature, entropy_grad=entropy_grad, device=device)
     tokens, positions = (rows[pack.local_rows][None].to(device) for rows in (microbatch.tokens, microbatch.position_ids))
     output = chunk(tokens, positions, None, packed_seq_params=pack, output_processor=statistics_output, output_processor_context=head)
     return output, head

@@ -124,9 +124,7 @@ class _Call(NamedTuple):
     row_sums: RowSums
 
     @classmethod
-    def prepare(
-        cls, values: Tensor, columns: int, targets: Tensor, vocab_size: int, group: dist.ProcessGroup | None, temperature: float | Tensor
-    ) -> _Call:
+    def prepare(cls, values: Tensor, columns: int, targets: Tensor, vocab_size: int, group: dist.ProcessGroup | None, temperature: float | Tensor) -> _Call:
         """values [tokens, ...]: hidden states or logits; columns: those of this rank, padding included."""
         if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"policy statistics of {values.dtype}: use float32, bfloat16 or float16, or reference_policy_statistics")

@@ -42,9 +42,7 @@ class Delivery(WeightTransferUpdateInfo):
     shapes: list[list[int]]
 
     def metadata(self) -> list[TensorMetadata]:
-        return [
-            TensorMetadata(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
-        ]
+        return [TensorMetadata(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)]
 
 
 class WeightReceiver(WeightTransferEngine[Connection, Delivery]):

@@ -81,9 +81,7 @@ class WeightSender:
         offsets = first_ranks(len(self._engines), self._workers_per_engine)
         calls = {name: engine.connect.remote(connection | {"first_rank": rank}) for (name, engine), rank in zip(self._engines.items(), offsets, strict=True)}
         with _blaming(calls, deadline, "joining the weight transfer"):
-            self._group = TransferGroup(
-                address, store.port, rank=0, world_size=world_size, device=self._device, timeout_s=self._timeout_s, store=store
-            )
+            self._group = TransferGroup(address, store.port, rank=0, world_size=world_size, device=self._device, timeout_s=self._timeout_s, store=store)
         wait_for_all(calls, deadline, "joining the weight transfer")
 
     def _stream(self, metadata: Sequence[TensorMetadata], tensors: Iterator[tuple[str, Tensor]], receipts: Mapping[str, Any], deadline: Deadline) -> None:

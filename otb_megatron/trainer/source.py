@@ -49,9 +49,7 @@ class Engines:
     def sample(self, prompts: list[Any], n: int, temperature: float, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         """`n` scored responses to each prompt; a prompt's responses share a group."""
         with timer.phase("rollout"):
-            responses = self.pool.generate(
-                prompts, n=n, temperature=temperature, max_response_tokens=self._config.rollout.max_response_tokens, seed=None
-            )
+            responses = self.pool.generate(prompts, n=n, temperature=temperature, max_response_tokens=self._config.rollout.max_response_tokens, seed=None)
         pairs = [(prompt, response) for prompt, answers in zip(prompts, responses, strict=True) for response in answers]
         with timer.phase("reward"):
             scored = self._rewards.score(pairs)

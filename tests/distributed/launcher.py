@@ -60,8 +60,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [
-            context.Process(target=_rank_main, args=(fn, args, rank, world_size, store.port, folder, timeout_s, process_group))
-            for rank in range(world_size)
+            context.Process(target=_rank_main, args=(fn, args, rank, world_size, store.port, folder, timeout_s, process_group)) for rank in range(world_size)
         ]
         try:
             for process in processes:

@@ -190,9 +190,7 @@ def breaks_off(tensors: dict[str, Tensor], after: int) -> Iterator[tuple[str, Te
         yield item
 
 
-def test_a_failed_transfer_is_named_leaves_no_weights_and_can_be_repeated(
-    pool: RolloutPool, models_at: dict[int, Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_transfer_is_named_leaves_no_weights_and_can_be_repeated(pool: RolloutPool, models_at: dict[int, Path], monkeypatch: pytest.MonkeyPatch):
     """Each failure ends at once on every side, and the update after it is whole."""
     tensors = weights(models_at[3])
     attention = "model.layers.1.self_attn"

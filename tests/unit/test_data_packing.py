@@ -52,9 +52,7 @@ def test_schedule_keeps_its_promises(lengths: list[int], num_replicas: int, max_
     ("num_samples", "num_replicas", "divisor", "least_fill", "most_imbalance"),
     [(4096, 8, 1, 0.95, 1.001), (512, 1, 1, 0.95, 1.0), (2048, 4, 2, 0.95, 1.001), (1024, 1, 4, 0.95, 1.0)],
 )
-def test_log_normal_lengths_fill_the_budget_and_balance(
-    num_samples: int, num_replicas: int, divisor: int, least_fill: float, most_imbalance: float
-) -> None:
+def test_log_normal_lengths_fill_the_budget_and_balance(num_samples: int, num_replicas: int, divisor: int, least_fill: float, most_imbalance: float) -> None:
     lengths = log_normal_lengths(num_samples, multiple=4)
     replicas = schedule(lengths, num_replicas=num_replicas, max_tokens=16384, divisor=divisor)
     assert sum(lengths) / (num_replicas * len(replicas[0]) * 16384) >= least_fill
@@ -101,9 +99,7 @@ def trajectories(lengths: list[tuple[int, int]]) -> Trajectories:
     for number, (prompt, response) in enumerate(lengths):
         ids = tuple(range(next_id, next_id + prompt + response))
         next_id += prompt + response
-        samples.append(
-            Sample(Prompt(number, "s", (), ids[:prompt], None), Response(ids[prompt:], (-1.0,) * response, "", "stop", 0), group=number, reward=1.0)
-        )
+        samples.append(Sample(Prompt(number, "s", (), ids[:prompt], None), Response(ids[prompt:], (-1.0,) * response, "", "stop", 0), group=number, reward=1.0))
     return Trajectories.from_samples(samples)
 
 

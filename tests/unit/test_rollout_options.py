@@ -19,9 +19,7 @@ QWEN3_8B = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_h
 
 def arguments(model_dir: Path, *, on_gpu: bool = False, load_weights: bool = True, **vllm: Any) -> dict[str, Any]:
     (model_dir / "config.json").write_text(json.dumps(QWEN3_8B))
-    return engine_arguments(
-        RolloutConfig(vllm=vllm), model_dir=model_dir, dtype="bfloat16", max_model_tokens=300, load_weights=load_weights, on_gpu=on_gpu
-    )
+    return engine_arguments(RolloutConfig(vllm=vllm), model_dir=model_dir, dtype="bfloat16", max_model_tokens=300, load_weights=load_weights, on_gpu=on_gpu)
 
 
 def test_the_sampling_distribution_is_fixed(tmp_path: Path):

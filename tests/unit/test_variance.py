@@ -23,9 +23,7 @@ def test_two_responses_with_correction():
     token = (4 * 1 * 0.5 + 9 * 1 + 0.25 * 4 * 2) / 3 = 13 / 3. Means: A = 2, -2; rho = 1.5, 0.5; W = 1.5, 2;
     trajectory = (2.25 * 4 * 1.5 + 0.25 * 4 * 2) / 2 = 7.75; energy = ((4 * 0.5 + 1) + 0.25 * 2) / 2 = 1.75.
     """
-    actual = variance_proxies(
-        torch.tensor([1.0, 3.0, -2.0]), torch.tensor([0.5, 1.0, 2.0]), torch.tensor([0, 2, 2, 3]), torch.tensor([2.0, 1.0, 0.5])
-    )
+    actual = variance_proxies(torch.tensor([1.0, 3.0, -2.0]), torch.tensor([0.5, 1.0, 2.0]), torch.tensor([0, 2, 2, 3]), torch.tensor([2.0, 1.0, 0.5]))
     assert scalars(actual) == pytest.approx({"token": 13 / 3, "trajectory": 7.75, "advantage_squared": 4.0, "energy": 1.75})
 
 

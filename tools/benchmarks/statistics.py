@@ -221,9 +221,7 @@ def ratios(result: dict[str, Any]) -> dict[str, float]:
     return {
         "textbook / head, no grad": round(ms["textbook, no grad"] / ms["head, no grad"], 2),
         "rate of the head / rate of a sum": round(ms["sum of the logits"] / ms["head, no grad"], 2),
-        "(projection + textbook) / fused, forward + backward": round(
-            ms["projection + textbook, forward + backward"] / ms["fused head, forward + backward"], 2
-        ),
+        "(projection + textbook) / fused, forward + backward": round(ms["projection + textbook, forward + backward"] / ms["fused head, forward + backward"], 2),
         "(projection + head) / fused, forward + backward": round(ms["projection + head, forward + backward"] / ms["fused head, forward + backward"], 2),
     }
 
