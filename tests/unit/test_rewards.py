@@ -272,6 +272,7 @@ def test_cheap_calls_are_cheap(pool: RewardPool) -> None:
 
 
 def train_with_a_hanging_verifier(pids: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     with RewardPool(RewardConfig(function=BEHAVE, timeout_s=1000, num_workers=1)) as pool:
         bystander = os.fork()  # some library's process, which inherits every connection of the pool
         if bystander == 0:
