@@ -44,19 +44,16 @@ class Learner:
 
     def statistics(self, batch: Batch) -> list[LocalStatistics]:
         """Of every action under the current weights."""
-        return self._statistics(batch)
+        # The same packs as in the update, so that the first ratio of new to old policy is exactly one.
+        microbatches = [microbatch for part in batch.microbatches for microbatch in part]
+        return statistics(self.model, list(self._optimizer.chunks), microbatches, self._objective.temperature)
 
     def reference_statistics(self, batch: Batch) -> list[LocalStatistics] | None:
         """Of every action under the initial weights; None where no KL is configured."""
         if self._reference is None:
             return None
         with self._reference.in_place():
-            return self._statistics(batch)
-
-    def _statistics(self, batch: Batch) -> list[LocalStatistics]:
-        # The same packs as in the update, so that the first ratio of new to old policy is exactly one.
-        microbatches = [microbatch for part in batch.microbatches for microbatch in part]
-        return statistics(self.model, list(self._optimizer.chunks), microbatches, self._objective.temperature)
+            return self.statistics(batch)
 
     def update(self, batch: Batch, inputs: list[list[LossInputs]]) -> Metrics:
         """One optimizer step a part. Returns the metrics of all ranks on the driver and this rank's own elsewhere."""
