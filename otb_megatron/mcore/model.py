@@ -51,7 +51,7 @@ def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfi
     settings = _settings(config, hf)
     _check_megatron_section(config, settings)
     try:
-        return TransformerConfig(**settings | _choices(config) | config.megatron)
+        return TransformerConfig(**settings | _choices() | config.megatron)
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"Megatron-Core refuses the configuration: {error}") from error
 
@@ -84,7 +84,7 @@ def _settings(config: Config, hf: HuggingFaceModel) -> dict[str, Any]:
     return settings
 
 
-def _choices(config: Config) -> dict[str, Any]:
+def _choices() -> dict[str, Any]:
     """Fields with a default of ours, which `megatron:` may set otherwise."""
     choices: dict[str, Any] = dict(moe_router_load_balancing_type="none", moe_router_dtype="fp32")
     if not uses_transformer_engine():
@@ -120,12 +120,17 @@ def _check_megatron_section(config: Config, settings: dict[str, Any]) -> None:
         raise UserError("settings that cannot be used:\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
+def sets_stage_layers(key: str) -> bool:
+    """Whether a TransformerConfig field gives pipeline stages unequal numbers of layers."""
+    return key.startswith("num_layers_in_") or key == "pipeline_model_parallel_layout"
+
+
 def check_divisible(config: Config, hf: HuggingFaceModel) -> None:
     """Refuses a model that the parallel sizes do not divide; the vocabulary is padded and never refused."""
     settings = hf.architecture.settings(hf.config)
     tp = config.parallel.tensor_model_parallel_size
     stages = config.parallel.pipeline_model_parallel_size * (config.parallel.virtual_pipeline_model_parallel_size or 1)
-    uneven = any(key.startswith("num_layers_in_") or key == "pipeline_model_parallel_layout" for key in config.megatron)
+    uneven = any(sets_stage_layers(key) for key in config.megatron)
     checks = [
         ("num_attention_heads", settings["num_attention_heads"], "parallel.tensor_model_parallel_size", tp),
         ("num_key_value_heads", settings["num_query_groups"], "parallel.tensor_model_parallel_size", tp),

@@ -81,10 +81,10 @@ class FullWeights:
         self._rules = model.hf.rules(model.padded_vocab_size)
         self._parallel = model.parallel
         self.dtype = model.config.params_dtype
+        rules = {rule.megatron: rule for rule in self._rules}
         places = {}
         for name, parameter in self._parameters.items():
-            rule = next(rule for rule in self._rules if rule.megatron == name)
-            count, index = _shard_place(model, rule)
+            count, index = _shard_place(model, rules[name])
             places[name] = _Shard(index, count, tuple(parameter.shape))
         everyone: list[dict[str, _Shard]] = [{}] * self._parallel.world_size
         dist.all_gather_object(everyone, places, group=self._parallel.control)

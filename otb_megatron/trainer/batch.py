@@ -36,6 +36,11 @@ class Batch:
     parts: list[Part]  # on the driver; empty elsewhere
     trajectories: Trajectories | None  # on the driver; None elsewhere
 
+    @property
+    def all_microbatches(self) -> list[Microbatch]:
+        """Those of every part, in order."""
+        return [microbatch for part in self.microbatches for microbatch in part]
+
 
 def distribute(trajectories: Trajectories | None, config: Config, parallel: Parallel, driver: Driver) -> Batch:
     """Cuts the samples into one part per optimizer step, packs each part for the whole world and sends every replica its microbatches.

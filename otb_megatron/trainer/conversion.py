@@ -9,18 +9,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from otb_megatron.config import Config
-from otb_megatron.data.sources import demonstration_tokens
 from otb_megatron.mcore import checkpoint
-from otb_megatron.mcore.model import Model, build_model
+from otb_megatron.mcore.model import Model, build_model, sets_stage_layers
 from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel, world
 from otb_megatron.mcore.shards import FullWeights
 from otb_megatron.mcore.step import statistics
 from otb_megatron.trainer.batch import distribute, gather_statistics
 from otb_megatron.trainer.driver import Driver
 from otb_megatron.trainer.learner import export_weights
-from otb_megatron.trainer.source import load_tokenizer, read_prompts
-from otb_megatron.trainer.validate import data_parallel_size
-from otb_megatron.types import Response, Sample, Trajectories, UserError
+from otb_megatron.trainer.source import demonstration_sample, load_tokenizer, read_prompts
+from otb_megatron.types import Trajectories, UserError
 from otb_megatron.weights.architectures import load_model
 
 _COMPARED_SAMPLES = 32
@@ -52,8 +50,7 @@ def verify(config: Config, directory: Path | None, model_dir: Path) -> float | N
     try:
         trajectories = driver.run("reading the text to compare on", lambda: _demonstrations(config))
         batch = distribute(trajectories, config, model.parallel, driver)
-        microbatches = [microbatch for part in batch.microbatches for microbatch in part]
-        ours = gather_statistics(batch, statistics(model, model.wrapped_chunks(), microbatches, config.rollout.temperature), driver)
+        ours = gather_statistics(batch, statistics(model, model.wrapped_chunks(), batch.all_microbatches, config.rollout.temperature), driver)
         if ours is None or trajectories is None:
             return None
         theirs = _transformers_log_prob(model_dir, model, trajectories, config.rollout.temperature)
@@ -70,11 +67,8 @@ def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver]:
     hf = load_model(config.model.path)
     _, world_size = world()
     if world_size == 1:
-        uneven = {key: value for key, value in config.megatron.items() if key.startswith("num_layers_in_") or key == "pipeline_model_parallel_layout"}
-        config = config.model_copy(
-            update={"parallel": type(config.parallel)(), "megatron": {key: value for key, value in config.megatron.items() if key not in uneven}}
-        )
-    data_parallel_size(config.parallel, world_size)
+        megatron = {key: value for key, value in config.megatron.items() if not sets_stage_layers(key)}
+        config = config.model_copy(update={"parallel": type(config.parallel)(), "megatron": megatron})
     root = config.trainer.output_dir / "checkpoints"
     directory = directory or checkpoint.latest(root)
     if directory is None:
@@ -87,11 +81,8 @@ def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver]:
 
 def _demonstrations(config: Config) -> Trajectories:
     tokenizer = load_tokenizer(config)
-    samples = []
-    for group, prompt in enumerate(read_prompts(config, config.data.train).prompts[:_COMPARED_SAMPLES]):
-        response = Response(demonstration_tokens(tokenizer, prompt), (), prompt.demonstration or "", "stop", 0)
-        samples.append(Sample(prompt, response, group, 0.0))
-    return Trajectories.from_samples(samples)
+    prompts = read_prompts(config, config.data.train).prompts[:_COMPARED_SAMPLES]
+    return Trajectories.from_samples([demonstration_sample(tokenizer, prompt, group) for group, prompt in enumerate(prompts)])
 
 
 @torch.no_grad()

@@ -45,8 +45,7 @@ class Learner:
     def statistics(self, batch: Batch) -> list[LocalStatistics]:
         """Of every action under the current weights."""
         # The same packs as in the update, so that the first ratio of new to old policy is exactly one.
-        microbatches = [microbatch for part in batch.microbatches for microbatch in part]
-        return statistics(self.model, list(self._optimizer.chunks), microbatches, self._objective.temperature)
+        return statistics(self.model, list(self._optimizer.chunks), batch.all_microbatches, self._objective.temperature)
 
     def reference_statistics(self, batch: Batch) -> list[LocalStatistics] | None:
         """Of every action under the initial weights; None where no KL is configured."""

@@ -18,7 +18,7 @@ from otb_megatron.rollout.recording import load_rollouts, save_rollouts
 from otb_megatron.rollout.transfer import TensorMetadata
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.telemetry.timing import PhaseTimer
-from otb_megatron.types import Response, Sample
+from otb_megatron.types import Prompt, Response, Sample
 
 
 class Source(Protocol):
@@ -106,11 +106,14 @@ class Demonstrations:
         with timer.phase("data"):
             samples = []
             for group, index in enumerate(self.order.next(self._config.data.prompts_per_step)):
-                prompt = self._prompts.prompts[index]
-                tokens = demonstration_tokens(self._tokenizer, prompt)
-                response = Response(tokens, (), prompt.demonstration or "", "stop", policy_version=0)
-                samples.append(Sample(prompt, response, group=group, reward=0.0))
+                samples.append(demonstration_sample(self._tokenizer, self._prompts.prompts[index], group))
             return samples
+
+
+def demonstration_sample(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, group: int) -> Sample:
+    """The prompt's known good answer as a sample, without log-probs and reward."""
+    response = Response(demonstration_tokens(tokenizer, prompt), (), prompt.demonstration or "", "stop", policy_version=0)
+    return Sample(prompt, response, group=group, reward=0.0)
 
 
 class Evaluation:
