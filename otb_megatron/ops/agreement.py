@@ -32,14 +32,34 @@ def gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return result
 
 
-def check_arguments(columns: int, targets: Tensor, ignored: Tensor, vocab_size: int, temperature: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Raises the same UserError on every rank of the group when any of them was called wrongly. One gather of a header per rank.
+class Agreement(NamedTuple):
+    """A gather of every rank's header that is under way while the rank computes. Nothing is known of the other ranks before `check`."""
 
-    Args:
-        columns: vocabulary columns of this rank, padding included.
-        targets, ignored, temperature: [tokens].
-    """
-    headers = [Header(*row) for row in gather(_header(columns, targets, ignored, vocab_size, temperature), group).tolist()]
+    rows: Tensor  # float64 [ranks, 7]
+    work: dist.Work | None
+
+    @classmethod
+    def begin(cls, columns: int, targets: Tensor, ignored: Tensor, vocab_size: int, temperature: Tensor, group: dist.ProcessGroup | None) -> Agreement:
+        """Starts it. Every rank of the group must, and must come to `check`.
+
+        Args:
+            columns: vocabulary columns of this rank, padding included.
+            targets, ignored, temperature: [tokens].
+        """
+        header = _header(columns, targets, ignored, vocab_size, temperature)
+        if group is None or dist.get_world_size(group) == 1:
+            return cls(header.unsqueeze(0), None)
+        rows = header.new_empty(dist.get_world_size(group), len(header))
+        return cls(rows, dist.all_gather_single(rows.view(-1), header, group=group, async_op=True))
+
+    def check(self) -> None:
+        """Raises the same UserError on every rank of the group when any of them was called wrongly."""
+        if self.work is not None:
+            self.work.wait()
+        _raise_faults([Header(*row) for row in self.rows.tolist()])
+
+
+def _raise_faults(headers: list[Header]) -> None:
     faults = []
     for name in ("tokens", "vocab_size", "columns"):
         values = [int(getattr(header, name)) for header in headers]
@@ -74,7 +94,7 @@ def _first_bad(bad: Tensor, values: Tensor) -> Tensor:
 
 def check_finite(gathered: Tensor, ignored: Tensor) -> None:
     """Raises the same UserError on every rank when a sum of any rank is not finite: gathered [ranks, 5, tokens], ignored [tokens]."""
-    bad = ~torch.isfinite(gathered).all(1) & ~ignored
+    bad = ~torch.isfinite(gathered.sum(1)) & ~ignored  # a sum with a NaN or infinite term is one itself
     if bad.any():
         places = bad.nonzero().tolist()
         rank, token = places[0]

@@ -5,9 +5,9 @@ Per token with target y and pi = softmax(logits / temperature):
     log_prob = log pi(y)        entropy = -sum_v pi(v) log pi(v)        rest = sum over v != y of pi(v)^2
 
 All three come from three sums over v != y, which merge by rescaling as those of an online softmax do: one function merges the tiles
-of a rank and the ranks of a group. Communication: a forward pass gathers a header of seven numbers, by which every rank sees a fault
-of any, and five float64 per token and rank; a backward pass communicates nothing. Neither waits for anything else, but both gathers
-are read on the host.
+of a rank and the ranks of a group. Communication: a forward pass gathers a header of seven numbers, by which every rank sees a fault of any, while it
+computes its own sums, and then five float64 per token and rank; a backward pass communicates nothing. Both gathers are read on the
+host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from otb_megatron.ops.agreement import check_arguments, check_finite, gather
+from otb_megatron.ops.agreement import Agreement, check_finite, gather
 from otb_megatron.ops.partial_sums import Statistics, coefficients_of, merge, statistics_of
 from otb_megatron.ops.row_sums import ELSEWHERE, IGNORED, LOG2_E, Coefficients, RowSums, pick_row_sums
 from otb_megatron.types import PolicyStatistics
@@ -121,6 +121,7 @@ class _Call(NamedTuple):
     target: Tensor  # int64 [tokens], column of this rank, ELSEWHERE or IGNORED
     scale: Tensor  # float32 [tokens], log2(e) / temperature
     group: dist.ProcessGroup | None
+    agreement: Agreement
     row_sums: RowSums
 
     @classmethod
@@ -132,11 +133,11 @@ class _Call(NamedTuple):
             raise ValueError(f"targets of shape {tuple(targets.shape)} do not fit values of shape {tuple(values.shape)}")
         temperature = torch.as_tensor(temperature, dtype=torch.float32, device=values.device).expand(targets.shape)
         ignored = targets == IGNORED_TARGET
-        check_arguments(columns, targets, ignored, vocab_size, temperature, group)
+        agreement = Agreement.begin(columns, targets, ignored, vocab_size, temperature, group)
         first = columns * (0 if group is None else dist.get_rank(group))
         own_columns = min(max(vocab_size - first, 0), columns)
         target = _local(targets, first, own_columns).masked_fill(ignored, IGNORED)
-        return cls(own_columns, target, LOG2_E / temperature, group, pick_row_sums(values.device))
+        return cls(own_columns, target, LOG2_E / temperature, group, agreement, pick_row_sums(values.device))
 
     def rows(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Targets and scales for a tile."""
@@ -146,8 +147,9 @@ class _Call(NamedTuple):
 
     def finish(self, sums: Tensor) -> Statistics:
         """Sums over this rank's columns [5, tokens] -> statistics over the whole vocabulary. One gather over the group."""
+        self.agreement.check()
         ignored = self.target == IGNORED
-        # The header has shown that all ranks have as many tokens, so either all of them gather or none.
+        # The headers have shown that all ranks have as many tokens, so either all of them gather or none.
         gathered = gather(sums, self.group) if sums.shape[1] > 0 else sums.unsqueeze(0)
         check_finite(gathered, ignored)
         return Statistics(*(x.masked_fill(ignored, 0.0) for x in statistics_of(merge(gathered))))
