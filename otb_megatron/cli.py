@@ -104,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
 
     takes_config(command("plan", _plan, "what a run would do: layout of the ranks, sizes, memory; starts nothing", _OVERRIDES))
     commands.choices["plan"].add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the run (default: 1)")
+    diagnose = command("diagnose", _diagnose, "how noisy each estimator's gradient is on a model, and how well OTB's energy tracks it", _OVERRIDES)
+    diagnose.add_argument("what", choices=("variance",), help="variance: measure it from true gradients (docs/diagnose.md)")
+    takes_config(diagnose)
+    diagnose.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: diagnose/ in trainer.output_dir)")
     command("doctor", _doctor, "what this machine has of what a run needs; add it to a bug report")
     report = command("report", _report, "write report.html, the curves of a run as one page")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's trainer.output_dir")
@@ -199,6 +203,13 @@ def _plan(options: argparse.Namespace) -> None:
     from otb_megatron.trainer.plan import describe
 
     print(describe(_load(options), options.world_size))
+
+
+def _diagnose(options: argparse.Namespace) -> None:
+    from otb_megatron.trainer.diagnose import diagnose_variance
+
+    config = _load(options)
+    diagnose_variance(config, options.output or config.trainer.output_dir / "diagnose")
 
 
 def _doctor(options: argparse.Namespace) -> None:

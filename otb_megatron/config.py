@@ -205,6 +205,34 @@ class TelemetryConfig(Section):
     mlflow_tracking_uri: str | None = None
 
 
+class DiagnoseConfig(Section):
+    """What `otb-megatron diagnose variance` measures. Prompts come from `data.train`, responses from the engines or `rollout.replay_dir`."""
+
+    num_prompts: int = Field(16, ge=2)
+    """Prompts to answer; confidence intervals come from how they differ."""
+    num_responses: PositiveInt = 64
+    """Responses to each prompt, at least two groups of the largest size."""
+    group_sizes: tuple[int, ...] = (2, 4, 8, 16, 32)
+    """The N at which the estimators are compared."""
+    max_actions: PositiveInt = 20_000
+    """Response tokens at most, each of which takes one backward pass; the last prompts are left out where they have more."""
+    num_partitions: PositiveInt = 16
+    """How many times the responses to a prompt are split at random into groups of N."""
+    sketch_size: PositiveInt = 8192
+    """Numbers kept of each token's gradient: a relative error of at most sqrt(2 / sketch_size). From the number of parameters on there is none."""
+
+    @model_validator(mode="after")
+    def _groups(self) -> DiagnoseConfig:
+        if not self.group_sizes or min(self.group_sizes) < 2:
+            raise ValueError(f"group_sizes={list(self.group_sizes)}: a group of one has no baseline; name sizes of 2 and more")
+        if self.num_responses < 2 * max(self.group_sizes):
+            raise ValueError(
+                f"num_responses={self.num_responses} are too few for groups of {max(self.group_sizes)}: a variance takes two groups without a common "
+                f"response; set num_responses={2 * max(self.group_sizes)} or smaller group_sizes"
+            )
+        return self
+
+
 class Config(Section):
     """A run."""
 
@@ -220,6 +248,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    diagnose: DiagnoseConfig = DiagnoseConfig()
 
     def save(self, path: Path) -> None:
         """Writes the resolved configuration as YAML."""

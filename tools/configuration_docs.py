@@ -58,8 +58,8 @@ def _type(annotation: Any) -> str:
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in parts)
-    if origin is dict:
-        return "mapping"
+    if origin in (dict, tuple):
+        return "mapping" if origin is dict else "list"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type(part) for part in parts)
     if origin is typing.Annotated:

@@ -47,7 +47,7 @@ def load_weights(model: Model, checkpoint: Checkpoint) -> None:
     if faults:
         raise _weight_error(checkpoint, faults)
     by_name = {rule.megatron: rule for rule in rules}
-    for name, parameter in _parameters(model).items():
+    for name, parameter in named_parameters(model).items():
         rule = by_name[name]
         try:
             full = rule.layout.to_megatron([checkpoint.get(part) for part in rule.hf])
@@ -77,7 +77,7 @@ class FullWeights:
     """
 
     def __init__(self, model: Model) -> None:
-        self._parameters = _parameters(model)
+        self._parameters = named_parameters(model)
         self._rules = model.hf.rules(model.padded_vocab_size)
         self._parallel = model.parallel
         self.dtype = model.config.params_dtype
@@ -127,7 +127,7 @@ class FullWeights:
         return received
 
 
-def _parameters(model: Model) -> dict[str, torch.nn.Parameter]:
+def named_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters under global names. The last stage's copy of a tied embedding goes by the embedding's name."""
     named = {}
     for chunk in model.chunks:

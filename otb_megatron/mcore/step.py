@@ -62,7 +62,7 @@ def statistics(model: Model, chunks: list[torch.nn.Module], microbatches: list[M
 
     def forward(iterator: Iterator[tuple[Microbatch, None]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         microbatch, _ = next(iterator)
-        output, head = _forward(model, chunk, microbatch, temperature, entropy_grad=False)
+        output, head = run_chunk(model, chunk, microbatch, temperature, entropy_grad=False)
 
         def collect(output: Tensor, non_loss_data: bool = True) -> LocalStatistics:
             return LocalStatistics(microbatch.action_index[head.index.cpu()], as_statistics(output.cpu()))
@@ -91,7 +91,7 @@ def train_step(model: Model, optimizer: Optimizer, batches: list[tuple[Microbatc
 
     def forward(iterator: Iterator[tuple[Microbatch, LossInputs]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         microbatch, inputs = next(iterator)
-        output, head = _forward(model, chunk, microbatch, objective.temperature, entropy_grad=objective.entropy_coef > 0)
+        output, head = run_chunk(model, chunk, microbatch, objective.temperature, entropy_grad=objective.entropy_coef > 0)
         offsets = microbatch.action_offsets.to(output.device)
         return output, partial(_loss, inputs=_select(inputs, head.index), offsets=offsets, num_actions=num_actions, objective=objective)
 
@@ -132,7 +132,7 @@ def _loss(output: Tensor, *, inputs: LossInputs, offsets: Tensor, num_actions: i
     return (total * inputs.weight).sum() * num_actions, count, reduced | {"num_actions": count}
 
 
-def _forward(model: Model, chunk: torch.nn.Module, microbatch: Microbatch, temperature: float, *, entropy_grad: bool) -> tuple[Tensor, Head]:
+def run_chunk(model: Model, chunk: torch.nn.Module, microbatch: Microbatch, temperature: float, *, entropy_grad: bool) -> tuple[Tensor, Head]:
     """Runs one model chunk on one microbatch; on the last stage the output is `statistics_output`'s."""
     parallel, device = model.parallel, model.parallel.device
     pack = PackedSequences.of(microbatch, parallel.cp_size, parallel.cp_rank, device)

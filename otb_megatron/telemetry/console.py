@@ -83,6 +83,28 @@ class StepConsole:
         return _duration(now - self._started), remaining
 
 
+class Countdown:
+    """A line of progress now and then for work of known size, with the time that remains."""
+
+    def __init__(self, unit: str, total: int, *, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._unit, self._total, self._interval_s, self._clock = unit, total, interval_s, clock
+        self._started = clock()
+        self._first: tuple[int, float] | None = None  # what was done, and when, at the first call: warming up is no part of the pace
+        self._printed = self._started - interval_s
+
+    def update(self, done: int) -> None:
+        now = self._clock()
+        if self._first is None:
+            self._first = (done, now)
+            return
+        if done < self._total and now - self._printed < self._interval_s:
+            return
+        self._printed = now
+        first_done, first_time = self._first
+        remaining = _duration((now - first_time) / (done - first_done) * (self._total - done)) if done > first_done else _UNKNOWN
+        print(f"{done}/{self._total} {self._unit}  elapsed {_duration(now - self._started)}  remaining {remaining}", flush=True)
+
+
 def summary_table(rows: Sequence[tuple[str, float | str | Path]], console: Console | None = None) -> None:
     """Prints name and value under each other at the end of a run. Paths stay on one line, whatever the width, so that they can be copied."""
     console = console or Console(highlight=False)

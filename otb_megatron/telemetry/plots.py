@@ -1,4 +1,4 @@
-"""Curves as PNG pictures, drawn without a display and without matplotlib's global state."""
+"""Pictures, drawn without a display and without matplotlib's global state: curves over steps as PNG, measurements as SVG."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from io import BytesIO
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 _SMOOTH_FROM_POINTS = 60  # above, the eye wants a trend: the points turn pale under their running mean
 _MARK_UP_TO_POINTS = 40  # below, each point gets a dot, so that one alone can be seen
@@ -68,6 +69,74 @@ def draw_curves(series: Sequence[Series], unit: str, step_range: tuple[int, int]
     return _finish(figure, axes)
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A quantity measured at several places, with confidence intervals."""
+
+    label: str
+    color: str
+    places: np.ndarray  # [points], positive
+    intervals: np.ndarray  # float64 [points, 3]: estimate, low, high; NaN where unknown
+
+
+def draw_measurements(measurements: Sequence[Measurement], *, x_label: str, y_label: str, log_y: bool) -> bytes:
+    """Lines over a logarithmic axis, with error bars side by side.
+
+    Returns:
+        An SVG file.
+    """
+    figure, axes = _new_axes(6.4, 3.8)
+    axes.set_xscale("log", base=2)
+    for index, one in enumerate(measurements):
+        estimate, low, high = one.intervals.T
+        beside = one.places * 2 ** (0.035 * (index - (len(measurements) - 1) / 2))
+        axes.errorbar(
+            beside, estimate, (estimate - low, high - estimate), color=one.color, label=one.label, linewidth=1.3, elinewidth=1, marker="o", markersize=3
+        )
+    if log_y:
+        axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(sorted({float(place) for one in measurements for place in one.places})))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return _finish(figure, axes, "svg", legend_columns=3)
+
+
+def draw_spreads(rows: dict[str, Sequence[float]], *, x_label: str) -> bytes:
+    """For each row a line over the outer two of five quantiles, a thick one over the inner two, and a dot at the median; logarithmic.
+
+    Returns:
+        An SVG file.
+    """
+    figure, axes = _new_axes(6.4, 0.9 + 0.32 * len(rows))
+    for place, quantiles in enumerate(rows.values()):
+        lowest, lower, median, upper, highest = quantiles
+        axes.hlines(place, lowest, highest, color=PALETTE[0], linewidth=1.2)
+        axes.hlines(place, lower, upper, color=PALETTE[0], linewidth=5)
+        axes.plot(median, place, "o", color="white", markeredgecolor=PALETTE[0], markersize=5)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set_xlabel(x_label)
+    return _finish(figure, axes, "svg")
+
+
+def draw_cloud(x: np.ndarray, y: np.ndarray, *, x_label: str, y_label: str) -> bytes:
+    """How many points lie where, on two logarithmic axes. Points that are not positive in both are left out.
+
+    Returns:
+        An SVG file.
+    """
+    figure, axes = _new_axes(6.4, 3.8)
+    shown = (x > 0) & (y > 0)
+    counts = axes.hexbin(x[shown], y[shown], gridsize=45, xscale="log", yscale="log", bins="log", mincnt=1, cmap="viridis", linewidths=0.1)
+    figure.colorbar(counts, label="tokens")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return _finish(figure, axes, "svg")
+
+
 def draw_stack(phases: dict[str, np.ndarray], steps: np.ndarray) -> bytes:
     """Seconds per step by phase as stacked bars; where there are many steps a bar is the mean of as many as needed.
 
@@ -118,24 +187,33 @@ def vertical_range(lowest: float, highest: float) -> tuple[float, float]:
 
 
 def _new_figure(step_range: tuple[int, int], width_inches: float = 6.4) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width_inches, 3.0), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _new_axes(width_inches, 3.0)
     first, last = step_range
     margin = max(0.5, 0.01 * (last - first))
     axes.set_xlim(first - margin, last + margin)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     axes.ticklabel_format(useOffset=False)
     axes.set_xlabel("step")
+    return figure, axes
+
+
+def _new_axes(width_inches: float, height_inches: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width_inches, height_inches), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
     axes.grid(True, color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def _finish(figure: Figure, axes: Axes) -> bytes:
-    """Adds the legend above the axes, where it covers no data, and renders."""
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=9, frameon=False, fontsize=8, handlelength=1.2, columnspacing=1.2)
+def _finish(figure: Figure, axes: Axes, file_format: str = "png", legend_columns: int = 9) -> bytes:
+    """Adds the legend, if there is anything to name, above the axes, where it covers no data, and renders."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside upper left", ncols=legend_columns, frameon=False, fontsize=8, handlelength=1.2, columnspacing=1.2)
     picture = BytesIO()
-    figure.savefig(picture, format="png")
+    # Without date and random ids the same data give the same file; text stays text.
+    with rc_context({"svg.hashsalt": "otb", "svg.fonttype": "none"}):
+        figure.savefig(picture, format=file_format, metadata={"Date": None} if file_format == "svg" else None)
     return picture.getvalue()

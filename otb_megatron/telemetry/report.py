@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import yaml
 
 from otb_megatron.telemetry.columns import ACCURACY, REWARD, TIME_PREFIX, TOTAL_TIME, phase_columns
 from otb_megatron.telemetry.jsonl import METRICS_FILE, read_steps
+from otb_megatron.telemetry.page import figure, write_page
 from otb_megatron.telemetry.plots import OTHER, PALETTE, Series, draw_curves, draw_stack
 from otb_megatron.telemetry.recorder import RUN_FILE
 from otb_megatron.types import UserError
@@ -65,19 +64,13 @@ def write_report(output_dir: Path) -> Path:
     if not rows:
         raise UserError(f"{metrics_file} holds no step yet; run the report again after the first one")
     facts = json.loads(run_file.read_text())
-    page = Template(_PAGE).substitute(
-        title=html.escape(output_dir.resolve().name),
-        summary=html.escape(_summary(rows, facts)),
+    sections = Template(_SECTIONS).substitute(
         pictures="\n".join(_pictures(rows)),
         table=_table(rows),
         facts=_facts(rows, facts),
         config=html.escape("not recorded" if facts["config"] is None else yaml.safe_dump(facts["config"], sort_keys=False)),
     )
-    report = output_dir / REPORT_FILE
-    partial = report.with_suffix(".partial")
-    partial.write_text(page, encoding="utf-8")
-    os.replace(partial, report)
-    return report
+    return write_page(output_dir / REPORT_FILE, title=output_dir.resolve().name, summary=_summary(rows, facts), sections=sections)
 
 
 def _shown(rows: Sequence[Row]) -> list[Quantity]:
@@ -104,10 +97,11 @@ def _pictures(rows: Sequence[Row]) -> list[str]:
         every = [_series(rows, quantity, PALETTE[index]) for index, quantity in enumerate(group)]
         drawn = [one for one in every if one.is_finite]
         if drawn:
-            figures.append(_figure(title, draw_curves(drawn, group[0].unit, step_range), _gaps(every)))
+            figures.append(figure(title, draw_curves(drawn, group[0].unit, step_range), alt=f"{title} over steps", note=_gaps(every)))
     phases = _phase_seconds(rows)
     if phases:
-        figures.append(_figure("Time per phase", draw_stack(phases, np.array([row["step"] for row in rows])), "", wide=True))
+        picture = draw_stack(phases, np.array([row["step"] for row in rows]))
+        figures.append(figure("Time per phase", picture, alt="Time per phase over steps", wide=True))
     return figures
 
 
@@ -142,14 +136,6 @@ def _gaps(series: Sequence[Series]) -> str:
         if len(steps):
             notes.append(f"{one.label}: not a finite number at step {steps[0]}" + (f" and {len(steps) - 1} more" if len(steps) > 1 else ""))
     return "; ".join(notes)
-
-
-def _figure(title: str, png: bytes, note: str, wide: bool = False) -> str:
-    encoded = base64.b64encode(png).decode("ascii")
-    caption = f'<p class="note">{html.escape(note)}</p>' if note else ""
-    attribute = ' class="wide"' if wide else ""
-    title = html.escape(title)
-    return f'<figure{attribute}><h2>{title}</h2><img src="data:image/png;base64,{encoded}" alt="{title} over steps">{caption}</figure>'
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -189,40 +175,7 @@ def _facts(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     return "\n".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in items.items())
 
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-  :root { color-scheme: light; }
-  body { margin: 0 auto; padding: 24px; max-width: 1240px; background: #fff; color: #1c1c1c; font: 15px/1.45 system-ui, sans-serif; }
-  h1 { margin: 0; font-size: 26px; overflow-wrap: anywhere; }
-  h2 { margin: 0 0 4px; font-size: 16px; }
-  .summary { margin: 4px 0 20px; color: #444; }
-  .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 20px; }
-  figure { margin: 0; padding: 12px; border: 1px solid #ddd; border-radius: 6px; }
-  .wide { grid-column: 1 / -1; overflow-x: auto; }
-  img { display: block; width: 100%; height: auto; }
-  .wide img { min-width: 760px; }
-  .note { margin: 4px 0 0; color: #a33; font-size: 13px; }
-  section { margin-top: 28px; overflow-x: auto; }
-  table { border-collapse: collapse; }
-  th, td { padding: 4px 20px 4px 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e8e8e8; }
-  thead th { color: #555; font-weight: 600; }
-  tbody th { font-weight: 500; white-space: nowrap; }
-  .numbers td { font-variant-numeric: tabular-nums; white-space: nowrap; }
-  .step { color: #777; font-size: 12px; }
-  details { margin-top: 28px; }
-  summary { cursor: pointer; font-weight: 600; }
-  pre { padding: 12px; overflow-x: auto; background: #f6f6f6; border-radius: 6px; font-size: 13px; }
-</style>
-</head>
-<body>
-<h1>$title</h1>
-<p class="summary">$summary</p>
-<div class="pictures">
+_SECTIONS = """<div class="pictures">
 $pictures
 </div>
 <section>
@@ -246,6 +199,4 @@ $facts
 <summary>Settings</summary>
 <pre>$config</pre>
 </details>
-</body>
-</html>
 """

@@ -69,7 +69,7 @@ class Rollouts:
 
     def __init__(self, config: Config, engines: Engines, prompts: PromptSet) -> None:
         self._config, self._engines, self._prompts = config, engines, prompts
-        self.order = _order(config, prompts)
+        self.order = prompt_order(config, prompts)
 
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         rollout = self._config.rollout
@@ -86,7 +86,7 @@ class Recording:
     def __init__(self, config: Config, prompts: PromptSet) -> None:
         assert config.rollout.replay_dir is not None
         self._config, self._directory = config, config.rollout.replay_dir
-        self.order = _order(config, prompts)
+        self.order = prompt_order(config, prompts)
 
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         self.order.next(self._config.data.prompts_per_step)
@@ -100,7 +100,7 @@ class Demonstrations:
     def __init__(self, config: Config, prompts: PromptSet) -> None:
         self._config, self._prompts = config, prompts
         self._tokenizer = load_tokenizer(config)
-        self.order = _order(config, prompts)
+        self.order = prompt_order(config, prompts)
 
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         with timer.phase("data"):
@@ -150,5 +150,5 @@ def read_prompts(config: Config, source: SourceConfig) -> PromptSet:
     return prompts
 
 
-def _order(config: Config, prompts: PromptSet) -> PromptOrder:
+def prompt_order(config: Config, prompts: PromptSet) -> PromptOrder:
     return PromptOrder(len(prompts.prompts), shuffle=config.data.shuffle, seed=config.data.seed)

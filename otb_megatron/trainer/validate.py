@@ -34,21 +34,21 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
         UserWarning: a choice that works but leaves the estimator without its baseline.
     """
     faults: list[str] = []
-    model = _collect(faults, lambda: load_model(config.model.path))
-    _collect(faults, lambda: data_parallel_size(config.parallel, world_size))
+    model = collect(faults, lambda: load_model(config.model.path))
+    collect(faults, lambda: data_parallel_size(config.parallel, world_size))
     if model is not None:
         # Megatron-Core finds what does not divide as well, but says less about it.
-        _collect(faults, lambda: (check_divisible(config, model), transformer_config(config, model)))
+        collect(faults, lambda: (check_divisible(config, model), transformer_config(config, model)))
         if model.is_moe and config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
             faults.append("an MoE model with parallel.tensor_model_parallel_size > 1 needs parallel.sequence_parallel=true (Megatron-Core's rule)")
-    _collect(faults, lambda: _check_loss(config, task))
+    collect(faults, lambda: _check_loss(config, task))
     if task == "sft":
         if config.algorithm.kl_coef or config.algorithm.rollout_correction != "none":
             faults.append("algorithm.kl_coef and algorithm.rollout_correction have no part in `sft`; leave them out")
     else:
-        _collect(faults, lambda: _check_advantage(config))
+        collect(faults, lambda: _check_advantage(config))
         if config.rollout.replay_dir is None:
-            _collect(faults, lambda: resolve(config.rewards.function, config.rewards.options))
+            collect(faults, lambda: resolve(config.rewards.function, config.rewards.options))
             longest_s = max(config.rollout.start_timeout_s, config.rollout.generate_timeout_s, config.rollout.weight_transfer_timeout_s)
             if config.trainer.deadline_s <= longest_s:
                 faults.append(
@@ -67,7 +67,7 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
             f"algorithm.optimizer_steps_per_rollout={config.algorithm.optimizer_steps_per_rollout} cannot share data.prompts_per_step="
             f"{config.data.prompts_per_step} prompts; a prompt's responses stay together"
         )
-    if config.trainer.resume == "never" and _collect(faults, lambda: checkpoint.latest(config.trainer.output_dir / "checkpoints")):
+    if config.trainer.resume == "never" and collect(faults, lambda: checkpoint.latest(config.trainer.output_dir / "checkpoints")):
         faults.append(f"trainer.resume=never, but {config.trainer.output_dir}/checkpoints holds one; set trainer.resume=auto or another trainer.output_dir")
     if faults:
         raise UserError("\n".join(faults))
@@ -75,7 +75,7 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     return model
 
 
-def _collect[T](faults: list[str], check: object) -> T | None:
+def collect[T](faults: list[str], check: object) -> T | None:
     """Runs one check and keeps its message."""
     try:
         return check()  # type: ignore[operator]
