@@ -120,9 +120,11 @@ def _measurement(result: dict[str, Any], estimator: str, quantity: str) -> Measu
 
 
 def _variance_table(result: dict[str, Any]) -> Table:
-    sizes = list(next(iter(result["estimators"].values())))
-    rows = [[name, *(_interval(of_size[size]["relative_to_rloo"]) for size in sizes)] for name, of_size in result["estimators"].items()]
-    return Table("relative variance of the gradient (variance / squared mean), as a multiple of RLOO's", ["estimator", *(f"N={size}" for size in sizes)], rows)
+    estimators = result["estimators"]
+    sizes = list(estimators["rloo"])
+    rows = [["rloo", *(_interval(estimators["rloo"][size]["relative_variance"]) for size in sizes)]]
+    rows += [[f"{name} / rloo", *(_interval(of_size[size]["relative_to_rloo"]) for size in sizes)] for name, of_size in estimators.items() if name != "rloo"]
+    return Table("variance of a group's gradient / its squared mean", ["estimator", *(f"N={size}" for size in sizes)], rows)
 
 
 def _bias_table(result: dict[str, Any]) -> Table:

@@ -32,14 +32,14 @@ class Outcome:
     metrics: list[dict[str, float]]  # [step]
 
 
-def record_samples(directory: Path, *, vocab_size: int, num_steps: int = NUM_STEPS, seed: int = 0) -> None:
-    """Random prompts, responses of ragged length, sampling log-probs and rewards: 5 groups of 3 a step."""
+def record_samples(directory: Path, *, vocab_size: int, num_steps: int = NUM_STEPS, seed: int = 0, group_size: int = 3) -> None:
+    """Random prompts, responses of ragged length, sampling log-probs and rewards: 5 groups a step."""
     draw = random.Random(seed)
     for step in range(1, num_steps + 1):
         samples = []
         for group in range(5):
             prompt = Prompt(group, "test", (), tuple(draw.randrange(2, vocab_size) for _ in range(draw.randint(1, 9))), "", {})
-            for _ in range(3):
+            for _ in range(group_size):
                 length = draw.randint(1, 14)
                 tokens = tuple(draw.randrange(2, vocab_size) for _ in range(length))
                 log_probs = tuple(-draw.random() * 3 for _ in range(length))

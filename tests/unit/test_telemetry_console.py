@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from otb_megatron.telemetry.columns import StepLine, number, seconds
-from otb_megatron.telemetry.console import StepConsole, summary_table
+from otb_megatron.telemetry.console import Countdown, StepConsole, summary_table
 
 STEP = {
     "rewards/mean": 0.53125,
@@ -148,3 +148,18 @@ def test_numbers_keep_their_width_and_are_near_the_value(value, width):
 @pytest.mark.parametrize(("value", "text"), [(0.004, "0.00"), (9.996, "10.0"), (99.96, "100"), (9999.4, "9999"), (18000.0, "5.0h")])
 def test_seconds(value, text):
     assert seconds(value, 4) == text
+
+
+def test_countdown_leaves_warming_up_out_of_the_pace(capsys):
+    """The first of 10 takes 100 s; then one takes 2 s. Lines come at least 11 s apart, and at the end; what remains goes at 2 s each."""
+    clock = Clock()
+    countdown = Countdown("tokens", 10, interval_s=11.0, clock=clock)
+    clock.now = 100.0
+    for done in range(1, 11):
+        countdown.update(done)
+        clock.now += 2.0
+    assert capsys.readouterr().out.splitlines() == [
+        "2/10 tokens  elapsed 0:01:42  remaining 0:00:16",
+        "8/10 tokens  elapsed 0:01:54  remaining 0:00:04",
+        "10/10 tokens  elapsed 0:01:58  remaining 0:00:00",
+    ]

@@ -1,0 +1,32 @@
+"""Every parameter of every architecture is of one kind of layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from otb_megatron.weights.architectures import ARCHITECTURES
+from otb_megatron.weights.kinds import layer_kind
+from tests.models import CONFIGS
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        # 4 layers: two norms each and the final one; linear_qkv, linear_proj (and a bias); fc1 and fc2.
+        ("llama", {"embedding": 1, "norm": 9, "attention": 8, "mlp": 8, "output": 1}),
+        ("qwen2", {"embedding": 1, "norm": 9, "attention": 12, "mlp": 8, "output": 1}),
+        ("qwen3_tied", {"embedding_and_output": 1, "norm": 17, "attention": 8, "mlp": 8}),
+        ("qwen3_moe", {"embedding": 1, "norm": 17, "attention": 8, "router": 4, "experts": 32, "output": 1}),
+    ],
+)
+def test_parameters_by_kind(kind: str, counts: dict[str, int]) -> None:
+    config = CONFIGS[kind].to_dict()
+    rules = ARCHITECTURES[config["model_type"]].rules(config, 104)
+    assert Counter(layer_kind(rule.megatron, tied=config["tie_word_embeddings"]) for rule in rules) == counts
+
+
+def test_an_unknown_parameter_is_refused() -> None:
+    with pytest.raises(ValueError, match="decoder.layers.0.mixer.weight is of no layer kind"):
+        layer_kind("decoder.layers.0.mixer.weight", tied=False)
