@@ -174,6 +174,27 @@ class AlgorithmConfig(Section):
     """The step's samples are cut into this many parts, one optimizer step each."""
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """As the policy's."""
+
+    lr: PositiveFloat = 1e-5
+
+
+class CriticConfig(Section):
+    """The value model. It exists exactly when `algorithm.advantage` needs values (`gae`, `gae_length_adaptive`), and is cut over the ranks as the
+    policy is. Its weights, gradients and optimizer state are held beside the policy's."""
+
+    path: Path | None = None
+    """Hugging Face model directory that the critic starts from, with or without a value head (`score.weight`, `score.bias`); null for `model.path`."""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    cliprange_value: PositiveFloat = 0.5
+    """A value that moved further than this since the step's first update has no gradient away from there (verl's name)."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of the returns that the critic learns. 1 is VAPO's choice whatever the policy's lambda; verl takes that of the estimator, so set the same here."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps, in which the critic learns and the policy stays as it is (verl's `critic_warmup`)."""
+
+
 class TrainerConfig(Section):
     num_steps: PositiveInt = 100
     """Rollout steps of the run."""
@@ -245,6 +266,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

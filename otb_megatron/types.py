@@ -154,3 +154,5 @@ class LossInputs:
     weight: Tensor  # [actions] share of the action in the aggregated loss; the weights of an optimizer step sum to one times its scale
     correction: Tensor | None = None  # [actions] clipped train/rollout ratio; None where no correction is configured
     reference_log_prob: Tensor | None = None  # [actions]; None where no KL is configured
+    old_values: Tensor | None = None  # [actions] of the critic before this step's first update; None where there is no critic
+    returns: Tensor | None = None  # [actions] what the critic learns; None where there is no critic

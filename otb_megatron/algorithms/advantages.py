@@ -62,7 +62,7 @@ ADVANTAGES: dict[str, Estimator] = {
 _PROVIDED_BY = {
     "energy": "the statistics pass computes it (`rest` must be among the statistics that it returns)",
     "correction": "set algorithm.rollout_correction=truncated",
-    "values": "a critic provides it, and this run trains none; choose an estimator without a critic, e.g. optimal_token_baseline",
+    "values": "a critic provides it, and here is none; choose an estimator without a critic, e.g. optimal_token_baseline",
     "greedy_reward": "the reward of a greedy response to each prompt provides it, and this run samples none; choose e.g. rloo",
 }
 
@@ -78,6 +78,11 @@ class AdvantageInputs:
     correction: Tensor | None = None  # [actions], clipped train/rollout ratio
     values: Tensor | None = None  # [actions], the critic's estimate of the return before the action
     greedy_reward: Tensor | None = None  # [samples], reward of a greedy response to the sample's prompt
+
+
+def needs_critic(name: str) -> bool:
+    """Whether the estimator `name` requires values, which a critic provides; False for an unknown name."""
+    return name in ADVANTAGES and "values" in ADVANTAGES[name].required
 
 
 def check_fields(name: str, available: Collection[str]) -> None:

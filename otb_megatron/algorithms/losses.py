@@ -229,7 +229,7 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: Non
     """
     unclipped = (values - targets).square()
     clipped = (torch.clamp(values, old_values - clip, old_values + clip) - targets).square()
-    return LossTerms(torch.maximum(unclipped, clipped) / 2, {"value_clip_fraction": (clipped > unclipped).to(values.dtype)})
+    return LossTerms(torch.maximum(unclipped, clipped) / 2, {"clip_fraction": (clipped > unclipped).to(values.dtype)})
 
 
 def _ratio(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tensor]:

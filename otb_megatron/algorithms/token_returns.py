@@ -72,6 +72,18 @@ def value_targets(rewards: Tensor, offsets: Tensor, values: Tensor, *, discount:
     return (_generalized(rewards, offsets, values, discount, lam) + values.double()).to(rewards.dtype)
 
 
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant, below for worse; NaN where all returns are equal.
+
+    Example: returns (0, 1, 2), values (0, 1, 1): the errors (0, 0, 1) have variance 2/9, the returns 2/3: 2/3.
+
+    Args:
+        values, returns: [actions].
+    """
+    returns = returns.double()
+    return float(1 - (returns - values.double()).var(correction=0) / returns.var(correction=0))
+
+
 def _generalized(rewards: Tensor, offsets: Tensor, values: Tensor, discount: float, lam: float | Tensor) -> Tensor:
     values = values.double()
     following = torch.zeros_like(values)

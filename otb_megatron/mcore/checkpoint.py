@@ -1,6 +1,6 @@
 """Training checkpoints through Megatron's dist_checkpointing, written so that a reader never sees half of one.
 
-    <root>/step_00000040/   model, optimizer and schedule in Megatron's format, and state.json of the driver
+    <root>/step_00000040/   a directory a network (`policy`, `critic`) with model, optimizer and schedule in Megatron's format, and state.json of the driver
     <root>/latest           the name of the newest complete checkpoint; moves last
 
 Nothing in the trainer is random between steps (no dropout), so no generator state is saved. The engines' random state starts anew
@@ -44,22 +44,23 @@ def read_state(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "state.json").read_text())
 
 
-def begin(root: Path, step: int, num_parameters: int) -> None:
+def begin(root: Path, step: int, num_parameters: dict[str, int]) -> None:
     """Makes room for the checkpoint of `step`. On the driver; not collective.
 
     Args:
-        num_parameters: of the whole model.
+        num_parameters: of each whole network, by name.
 
     Raises:
         UserError: it cannot fit (naming what is needed and what is free), or `root` cannot be written.
     """
-    needed = num_parameters * _BYTES_PER_PARAMETER
+    needed = sum(num_parameters.values()) * _BYTES_PER_PARAMETER
     try:
         root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(root).free
         partial = _partial(root, step)
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        for name in num_parameters:
+            (partial / name).mkdir(parents=True)
     except OSError as error:
         raise UserError(f"cannot write checkpoints to {root}: {error}; set trainer.output_dir elsewhere") from error
     if free < needed:
@@ -69,16 +70,21 @@ def begin(root: Path, step: int, num_parameters: int) -> None:
         )
 
 
-def write(root: Path, step: int, model: Model, optimizer: Optimizer) -> None:
+def write(root: Path, step: int, networks: dict[str, tuple[Model, Optimizer]]) -> None:
     """Writes the tensors beside the earlier checkpoints. Collective over the world.
+
+    Args:
+        networks: those that `begin` was told of.
 
     Raises:
         UserError: the disk does not take them. The partial checkpoint is removed and the previous one is still the latest.
     """
     partial = _partial(root, step)
-    metadata = _metadata(model)
     try:
-        dist_checkpointing.save(_sharded_state(model, optimizer, metadata, is_loading=False), str(partial), content_metadata=_saved_metadata(metadata))
+        for name, (model, optimizer) in networks.items():
+            metadata = _metadata(model)
+            state = _sharded_state(model, optimizer, metadata, is_loading=False)
+            dist_checkpointing.save(state, str(partial / name), content_metadata=_saved_metadata(metadata))
     except (OSError, CheckpointingException, torch.distributed.checkpoint.CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _write_error(root, step, error) from error
@@ -118,7 +124,10 @@ def _write_error(root: Path, step: int, error: BaseException) -> UserError:
 
 
 def load(directory: Path, model: Model, optimizer: Optimizer | None) -> None:
-    """Fills model (and optimizer and schedule, if given) from a checkpoint of any parallel layout. Collective over the world.
+    """Fills model (and optimizer and schedule, if given) from a network of a checkpoint of any parallel layout. Collective over the world.
+
+    Args:
+        directory: the network's, e.g. `step_00000040/policy`.
 
     Raises:
         UserError: if it is damaged or belongs to another model.

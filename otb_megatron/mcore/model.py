@@ -19,22 +19,34 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from otb_megatron.config import Config
 from otb_megatron.mcore.attention import PackedDotProductAttention, PackedRotaryEmbedding
+from otb_megatron.mcore.head import ValueLayer
 from otb_megatron.mcore.norm import RMSNorm
 from otb_megatron.mcore.parallel import Parallel
 from otb_megatron.mcore.platform import uses_transformer_engine
 from otb_megatron.types import UserError
-from otb_megatron.weights.architectures import HuggingFaceModel
+from otb_megatron.weights.architectures import HuggingFaceModel, Rule
 
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's part of the policy."""
+    """This rank's part of a policy, or of a critic."""
 
     hf: HuggingFaceModel
     config: TransformerConfig
     padded_vocab_size: int
     chunks: list[GPTModel]  # one per virtual pipeline stage
     parallel: Parallel
+    is_critic: bool  # a ValueLayer stands in the place of the output layer
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """How its weights correspond to Hugging Face tensors."""
+        return self.hf.critic_rules(self.padded_vocab_size) if self.is_critic else self.hf.rules(self.padded_vocab_size)
+
+    @property
+    def ties_output(self) -> bool:
+        """Whether the embedding is the output layer's weight too. A critic has no output over the vocabulary."""
+        return self.hf.tied and not self.is_critic
 
     def wrapped_chunks(self) -> list[torch.nn.Module]:
         """The chunks as the optimizer wants them: bfloat16 models convert at the pipeline's ends."""
@@ -146,7 +158,7 @@ def check_divisible(config: Config, hf: HuggingFaceModel) -> None:
         raise UserError("\n".join(faults) + "; choose sizes that divide the model")
 
 
-def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel) -> Model:
+def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel, *, is_critic: bool = False) -> Model:
     """Builds this rank's layers, without weights. Collective over the world only in that every rank must call it."""
     megatron = transformer_config(config, hf)
     padded_vocab_size = hf.padded_vocab_size(config.parallel.tensor_model_parallel_size, config.model.make_vocab_size_divisible_by)
@@ -160,7 +172,7 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel) -> Mod
             max_sequence_length=hf.config.get("max_position_embeddings", 2**20),
             pre_process=parallel.groups.pp.rank() == 0 and not vp_stage,
             post_process=parallel.is_last_stage and (vp_stage is None or vp_stage == parallel.virtual_stages - 1),  # type: ignore[operator]
-            share_embeddings_and_output_weights=hf.tied,
+            share_embeddings_and_output_weights=hf.tied and not is_critic,
             position_embedding_type="rope",
             rotary_base=hf.architecture.settings(hf.config)["rotary_base"],
             parallel_output=True,
@@ -175,12 +187,15 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel) -> Mod
                 use_cpu_initialization=megatron.use_cpu_initialization,
                 cp_group=parallel.groups.cp,
             )
+        if is_critic and chunk.post_process:
+            # GPTModel always makes an output layer over the vocabulary; it is freed here, before gradients and optimizer state are made for it.
+            chunk.output_layer = ValueLayer(megatron)
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 # Megatron marks experts only in layouts that cut them; a checkpoint can cross layouts only if they are marked in all.
                 parameter.allreduce = False
         chunks.append(chunk.to(parallel.device))
-    return Model(hf, megatron, padded_vocab_size, chunks, parallel)
+    return Model(hf, megatron, padded_vocab_size, chunks, parallel, is_critic)
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -10,7 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
-from otb_megatron.config import Config
+from otb_megatron.config import OptimizerConfig
 from otb_megatron.mcore.model import Model
 
 
@@ -40,9 +40,13 @@ class Optimizer:
         return float(grad_norm)
 
 
-def build_optimizer(model: Model, config: Config) -> Optimizer:
-    """Wraps the model for training. Gradients are summed over ranks; the step divides once, by global counts."""
-    settings, groups = config.optimizer, model.parallel.groups
+def build_optimizer(model: Model, settings: OptimizerConfig, num_steps: int) -> Optimizer:
+    """Wraps the model for training. Gradients are summed over ranks; the step divides once, by global counts.
+
+    Args:
+        num_steps: optimizer steps of the whole run, over which the rate decays unless `lr_decay_steps` says otherwise.
+    """
+    groups = model.parallel.groups
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=settings.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
@@ -71,7 +75,7 @@ def build_optimizer(model: Model, config: Config) -> Optimizer:
         use_gloo_process_groups=torch.cuda.is_available(),
         pg_collection=groups,
     )
-    num_steps = settings.lr_decay_steps or config.trainer.num_steps * config.algorithm.optimizer_steps_per_rollout
+    num_steps = settings.lr_decay_steps or num_steps
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if settings.lr_warmup_steps else settings.lr,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otb_megatron.mcore.head import as_statistics
+from otb_megatron.mcore.head import StatisticsHead, as_statistics
 from otb_megatron.mcore.model import Model
 from otb_megatron.mcore.shards import named_parameters
 from otb_megatron.mcore.step import run_chunk
@@ -39,7 +39,7 @@ class ScoreProbe:
         (self._chunk,) = model.wrapped_chunks()
         # Training mode adds load-balancing gradients to those of log pi, and recomputes activations for each of them.
         self._chunk.eval()
-        self._model, self._temperature = model, temperature
+        self._model, self._head = model, StatisticsHead(model.hf.vocab_size, temperature)
         by_kind: dict[str, list[torch.nn.Parameter]] = {}
         for name, parameter in named_parameters(model).items():
             by_kind.setdefault(layer_kind(name, tied=model.hf.tied), []).append(parameter)
@@ -55,7 +55,7 @@ class ScoreProbe:
         Args:
             microbatch: one response with its prompt.
         """
-        output, _ = run_chunk(self._model, self._chunk, microbatch, self._temperature, entropy_grad=False)
+        output, _ = run_chunk(self._model, self._chunk, microbatch, self._head)
         num_actions = output.size(1)
         squared_norm = torch.zeros(len(self.kinds), num_actions, dtype=torch.float64)
         cumulative = torch.zeros_like(squared_norm)

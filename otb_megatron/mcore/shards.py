@@ -12,7 +12,7 @@ from torch import Tensor
 
 from otb_megatron.mcore.model import Model
 from otb_megatron.types import UserError
-from otb_megatron.weights.architectures import Rule
+from otb_megatron.weights.architectures import VALUE_HEAD, Rule
 from otb_megatron.weights.files import Checkpoint
 
 # Transformer Engine's layers fuse norms into the linear layer behind them and number the experts of a grouped GEMM in the parameter's name.
@@ -35,20 +35,26 @@ class _Shard:
 def load_weights(model: Model, checkpoint: Checkpoint) -> None:
     """Fills this rank's parameters from a Hugging Face checkpoint, reading only the tensors it needs.
 
+    A critic also starts from a policy's checkpoint: its value layer then stays as it is, and the output layer is left out.
+
     Raises:
         UserError: all missing, unused and wrongly shaped tensors of the whole model at once, on every rank alike.
     """
-    rules = model.hf.rules(model.padded_vocab_size)
+    rules = model.rules
     expected = {name for rule in rules for name in rule.hf}
     unused = {name for name in checkpoint.names - expected if not name.endswith("rotary_emb.inv_freq")}
-    if model.hf.tied:
+    if model.hf.tied or model.is_critic:
         unused.discard("lm_head.weight")  # some checkpoints store the tied copy; it is the embedding
+    if model.is_critic:
+        expected -= VALUE_HEAD - checkpoint.names
     faults = [f"missing: {name}" for name in sorted(expected - checkpoint.names)] + [f"no parameter for: {name}" for name in sorted(unused)]
     if faults:
         raise _weight_error(checkpoint, faults)
     by_name = {rule.megatron: rule for rule in rules}
     for name, parameter in named_parameters(model).items():
         rule = by_name[name]
+        if not expected.issuperset(rule.hf):
+            continue
         try:
             full = rule.layout.to_megatron([checkpoint.get(part) for part in rule.hf])
             shard = rule.layout.shard(full, *_shard_place(model, rule))
@@ -71,14 +77,14 @@ def _weight_error(checkpoint: Checkpoint, faults: list[str]) -> UserError:
 
 
 class FullWeights:
-    """The policy's weights under Hugging Face names, whole, streamed to rank 0 tensor by tensor.
+    """A model's weights under Hugging Face names, whole, streamed to rank 0 tensor by tensor.
 
     Building one is collective over the world; so is each pass over `tensors()`, which every rank must exhaust.
     """
 
     def __init__(self, model: Model) -> None:
         self._parameters = named_parameters(model)
-        self._rules = model.hf.rules(model.padded_vocab_size)
+        self._rules = model.rules
         self._parallel = model.parallel
         self.dtype = model.config.params_dtype
         rules = {rule.megatron: rule for rule in self._rules}
@@ -133,7 +139,7 @@ def named_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
     for chunk in model.chunks:
         for local_name, parameter in chunk.named_parameters():
             name = _global_name(local_name, chunk, model)
-            if name == "output_layer.weight" and model.hf.tied:
+            if name == "output_layer.weight" and model.ties_output:
                 name = "embedding.word_embeddings.weight"
             named[name] = parameter
     return named

@@ -1,4 +1,4 @@
-"""The statistics pass and the training step through Megatron-Core's pipeline schedules.
+"""Passes without gradients and the training step, through Megatron-Core's pipeline schedules.
 
 This is the one place that scales the loss. Per-action losses are summed under weights that the driver computed from global
 counts before the first backward pass, Megatron sums gradients over ranks and microbatches, and divides once by the number of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,43 +18,30 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from otb_megatron.algorithms import LOSSES, kl_estimate
-from otb_megatron.config import Config
 from otb_megatron.mcore.attention import PackedSequences
-from otb_megatron.mcore.head import Head, as_statistics, statistics_output
+from otb_megatron.mcore.head import LocalActions, OutputProcessor, StatisticsHead
 from otb_megatron.mcore.model import Model
+from otb_megatron.mcore.objective import Objective
 from otb_megatron.mcore.optimizer import Optimizer
 from otb_megatron.telemetry.metrics import Metrics
-from otb_megatron.types import LossInputs, Microbatch, PolicyStatistics
+from otb_megatron.types import LossInputs, Microbatch
 
 
 @dataclass(frozen=True)
-class LocalStatistics:
-    """Statistics of the actions whose predictions were made on this rank."""
+class LocalOutput:
+    """A head's output for the actions whose predictions were made on this rank."""
 
     action_index: Tensor  # int64 [local actions], place in the step's [actions] arrays
-    statistics: PolicyStatistics  # [local actions], on the CPU
+    output: Tensor  # float32 [numbers an action, local actions], on the CPU
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What an optimizer step minimises: loss - entropy_coef * entropy + kl_coef * KL(policy, reference), per action."""
-
-    loss: str  # a name of LOSSES
-    loss_options: dict[str, Any] = field(default_factory=dict)
-    entropy_coef: float = 0.0
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
-    temperature: float = 1.0
-
-    @classmethod
-    def of(cls, config: Config) -> Objective:
-        algorithm = config.algorithm
-        return cls(algorithm.loss, algorithm.loss_options, algorithm.entropy_coef, algorithm.kl_coef, algorithm.kl_estimator, config.rollout.temperature)
+def statistics(model: Model, chunks: list[torch.nn.Module], microbatches: list[Microbatch], temperature: float) -> list[LocalOutput]:
+    """Log-prob, entropy and rest of every action; see `evaluate`."""
+    return evaluate(model, chunks, microbatches, StatisticsHead(model.hf.vocab_size, temperature))
 
 
-def statistics(model: Model, chunks: list[torch.nn.Module], microbatches: list[Microbatch], temperature: float) -> list[LocalStatistics]:
-    """Log-prob, entropy and rest of every action, without gradients. Collective over the ranks of each model replica.
+def evaluate(model: Model, chunks: list[torch.nn.Module], microbatches: list[Microbatch], head: OutputProcessor) -> list[LocalOutput]:
+    """What `head` gives for every action, without gradients. Collective over the ranks of each model replica.
 
     Returns:
         One entry a microbatch where this rank holds the output layer and is the first of its tensor-parallel group; nothing elsewhere.
@@ -62,10 +49,10 @@ def statistics(model: Model, chunks: list[torch.nn.Module], microbatches: list[M
 
     def forward(iterator: Iterator[tuple[Microbatch, None]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         microbatch, _ = next(iterator)
-        output, head = run_chunk(model, chunk, microbatch, temperature, entropy_grad=False)
+        output, actions = run_chunk(model, chunk, microbatch, head)
 
-        def collect(output: Tensor, non_loss_data: bool = True) -> LocalStatistics:
-            return LocalStatistics(microbatch.action_index[head.index.cpu()], as_statistics(output.cpu()))
+        def collect(output: Tensor, non_loss_data: bool = True) -> LocalOutput:
+            return LocalOutput(microbatch.action_index[actions.index.cpu()], output.cpu())
 
         return output, collect
 
@@ -88,12 +75,13 @@ def train_step(model: Model, optimizer: Optimizer, batches: list[tuple[Microbatc
     metrics = Metrics()
     if num_actions == 0:
         return metrics
+    head = objective.head(model)
 
     def forward(iterator: Iterator[tuple[Microbatch, LossInputs]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         microbatch, inputs = next(iterator)
-        output, head = run_chunk(model, chunk, microbatch, objective.temperature, entropy_grad=objective.entropy_coef > 0)
+        output, actions = run_chunk(model, chunk, microbatch, head)
         offsets = microbatch.action_offsets.to(output.device)
-        return output, partial(_loss, inputs=_select(inputs, head.index), offsets=offsets, num_actions=num_actions, objective=objective)
+        return output, partial(_loss, inputs=_select(inputs, actions.index), offsets=offsets, num_actions=num_actions, objective=objective)
 
     optimizer.zero_grad()
     collected = _run_schedule(model, optimizer.chunks, forward, batches, forward_only=False)
@@ -104,42 +92,29 @@ def train_step(model: Model, optimizer: Optimizer, batches: list[tuple[Microbatc
             for name, total in sums.items():
                 metrics.mean(name, float(total), count)
     if model.parallel.is_driver:
-        metrics.mean("optimizer/grad_norm", grad_norm, 1)
-        metrics.mean("optimizer/lr", optimizer.learning_rate, 1)
+        metrics.mean(f"{objective.optimizer_metrics}/grad_norm", grad_norm, 1)
+        metrics.mean(f"{objective.optimizer_metrics}/lr", optimizer.learning_rate, 1)
     return metrics
 
 
 def _loss(output: Tensor, *, inputs: LossInputs, offsets: Tensor, num_actions: int, objective: Objective) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Megatron's loss function: (sum to differentiate, actions it stands for, detached sums for the metrics)."""
-    policy = as_statistics(output)
-    loss = LOSSES[objective.loss]
-    needs_offsets = {"offsets": offsets} if "offsets" in loss.required else {}
-    terms = loss.function(policy.log_prob, inputs.old_log_prob, inputs.advantages, **needs_offsets, **objective.loss_options)
-    per_action = terms.loss if inputs.correction is None else terms.loss * inputs.correction
-    sums = {"loss/policy": per_action}
-    total = per_action
-    if objective.entropy_coef:
-        total = total - objective.entropy_coef * policy.entropy
-    if inputs.reference_log_prob is not None:
-        kl = kl_estimate(policy.log_prob, inputs.reference_log_prob, objective.kl_estimator)
-        sums["loss/kl"] = kl
-        total = total + objective.kl_coef * kl
-    sums["loss/total"] = total
+    terms = objective.terms(output, inputs, offsets)
     # The shares add up to the loss of the optimizer step; as means over actions, those of several steps average.
-    reduced = {name: (value.detach() * inputs.weight).sum() * num_actions for name, value in sums.items()}
-    reduced |= {f"policy/{name}": value.detach().sum() for name, value in terms.metrics.items()}
+    sums = {name: (value.detach() * inputs.weight).sum() * num_actions for name, value in terms.weighted.items()}
+    sums |= {name: value.detach().sum() for name, value in terms.averaged.items()}
     count = torch.tensor(inputs.weight.numel(), dtype=torch.int, device=output.device)
-    return (total * inputs.weight).sum() * num_actions, count, reduced | {"num_actions": count}
+    return (terms.total * inputs.weight).sum() * num_actions, count, sums | {"num_actions": count}
 
 
-def run_chunk(model: Model, chunk: torch.nn.Module, microbatch: Microbatch, temperature: float, *, entropy_grad: bool) -> tuple[Tensor, Head]:
-    """Runs one model chunk on one microbatch; on the last stage the output is `statistics_output`'s."""
+def run_chunk(model: Model, chunk: torch.nn.Module, microbatch: Microbatch, head: OutputProcessor) -> tuple[Tensor, LocalActions]:
+    """Runs one model chunk on one microbatch; on the last stage the output is the head's."""
     parallel, device = model.parallel, model.parallel.device
     pack = PackedSequences.of(microbatch, parallel.cp_size, parallel.cp_rank, device)
-    head = Head.of(microbatch, parallel.groups, vocab_size=model.hf.vocab_size, temperature=temperature, entropy_grad=entropy_grad, device=device)
+    actions = LocalActions.of(microbatch, parallel.groups, device)
     tokens, positions = (rows[pack.local_rows][None].to(device) for rows in (microbatch.tokens, microbatch.position_ids))
-    output = chunk(tokens, positions, None, packed_seq_params=pack, output_processor=statistics_output, output_processor_context=head)
-    return output, head
+    output = chunk(tokens, positions, None, packed_seq_params=pack, output_processor=head, output_processor_context=actions)
+    return output, actions
 
 
 def _run_schedule(model: Model, chunks: list[Any], forward: Any, batches: list[Any], *, forward_only: bool) -> list[Any]:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from otb_megatron.config import Config
 from otb_megatron.data.packing import build_microbatch, padded_length, schedule
+from otb_megatron.mcore.head import as_statistics
 from otb_megatron.mcore.parallel import Parallel
-from otb_megatron.mcore.step import LocalStatistics
+from otb_megatron.mcore.step import LocalOutput
 from otb_megatron.trainer.driver import Driver
 from otb_megatron.types import LossInputs, Microbatch, PolicyStatistics, Trajectories
 
@@ -53,22 +54,16 @@ def distribute(trajectories: Trajectories | None, config: Config, parallel: Para
     return Batch(microbatches, num_actions, parts, trajectories)
 
 
-def gather_statistics(batch: Batch, local: list[LocalStatistics], driver: Driver) -> PolicyStatistics | None:
+def gather_statistics(batch: Batch, local: list[LocalOutput], driver: Driver) -> PolicyStatistics | None:
     """Statistics of all actions, in the order of the Trajectories, on the driver; None elsewhere. Collective."""
-    gathered = driver.gather("the statistics", local)
-    if not driver.is_driver:
-        return None
-    assert batch.trajectories is not None
-    found = [entry for of_rank in gathered for entry in of_rank]
-    index = torch.cat([entry.action_index for entry in found])
-    if index.numel() != batch.trajectories.num_actions or index.unique().numel() != index.numel():
-        raise RuntimeError(f"{index.numel()} statistics came back for {batch.trajectories.num_actions} actions; each action must come once")
-    columns = []
-    for name in ("log_prob", "entropy", "rest"):
-        column = torch.empty(index.numel())
-        column[index] = torch.cat([getattr(entry.statistics, name) for entry in found])
-        columns.append(column)
-    return PolicyStatistics(*columns)
+    gathered = _gather(batch, local, driver)
+    return None if gathered is None else as_statistics(gathered)
+
+
+def gather_values(batch: Batch, local: list[LocalOutput], driver: Driver) -> Tensor | None:
+    """[actions] the critic's values, in the order of the Trajectories, on the driver; None elsewhere. Collective."""
+    gathered = _gather(batch, local, driver)
+    return None if gathered is None else gathered[0]
 
 
 def scatter_loss_inputs(batch: Batch, inputs: LossInputs | None, driver: Driver) -> list[list[LossInputs]]:
@@ -80,6 +75,22 @@ def scatter_loss_inputs(batch: Batch, inputs: LossInputs | None, driver: Driver)
             for replica in range(max(driver.replica_of_rank) + 1)
         ]
     return driver.scatter("the loss inputs", replicas)
+
+
+def _gather(batch: Batch, local: list[LocalOutput], driver: Driver) -> Tensor | None:
+    """[numbers an action, actions] on the driver; None elsewhere."""
+    gathered = driver.gather("what the model says of the actions", local)
+    if not driver.is_driver:
+        return None
+    assert batch.trajectories is not None
+    found = [entry for of_rank in gathered for entry in of_rank]
+    index = torch.cat([entry.action_index for entry in found])
+    if index.numel() != batch.trajectories.num_actions or index.unique().numel() != index.numel():
+        raise RuntimeError(f"outputs of {index.numel()} actions came back for {batch.trajectories.num_actions}; each action must come once")
+    outputs = torch.cat([entry.output for entry in found], dim=1)
+    ordered = torch.empty_like(outputs)
+    ordered[:, index] = outputs
+    return ordered
 
 
 def _parts(trajectories: Trajectories, config: Config, parallel: Parallel) -> list[Part]:

@@ -75,7 +75,7 @@ def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver]:
         raise UserError(f"{root} holds no checkpoint; name one with --checkpoint or set trainer.output_dir to a run that saved one")
     parallel: Parallel = start_parallel(config.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
     model = build_model(config, hf, parallel)
-    checkpoint.load(directory, model, optimizer=None)
+    checkpoint.load(directory / "policy", model, optimizer=None)
     return model, Driver(parallel)
 
 

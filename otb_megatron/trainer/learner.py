@@ -1,4 +1,4 @@
-"""The trained policy on all ranks: its statistics, its updates, and its weights on their way out."""
+"""What is trained, on all ranks: statistics and values, updates, checkpoints, and the policy's weights on their way out."""
 
 from __future__ import annotations
 
@@ -12,59 +12,100 @@ from torch import Tensor
 
 from otb_megatron.config import Config
 from otb_megatron.mcore import checkpoint
-from otb_megatron.mcore.model import build_model
+from otb_megatron.mcore.model import Model, build_model
+from otb_megatron.mcore.objective import Objective, PolicyObjective, ValueObjective
 from otb_megatron.mcore.optimizer import build_optimizer
 from otb_megatron.mcore.parallel import Parallel
 from otb_megatron.mcore.shards import FullWeights, load_weights
-from otb_megatron.mcore.step import LocalStatistics, Objective, ReferenceWeights, statistics, train_step
+from otb_megatron.mcore.step import LocalOutput, ReferenceWeights, evaluate, train_step
 from otb_megatron.rollout.transfer import TensorMetadata
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.trainer.batch import Batch
 from otb_megatron.trainer.driver import Driver
 from otb_megatron.trainer.source import Engines
-from otb_megatron.trainer.validate import Task
+from otb_megatron.trainer.validate import Task, TrainedNetwork, load_critic, trained_networks
 from otb_megatron.types import LossInputs
 from otb_megatron.weights.architectures import HuggingFaceModel
 from otb_megatron.weights.files import Checkpoint, write_checkpoint
 
 
-class Learner:
-    """Every method is collective over the world."""
+class Network:
+    """A model under training: with its optimizer and what it minimises. Building it and every method is collective over the world."""
 
-    def __init__(self, config: Config, task: Task, hf: HuggingFaceModel, parallel: Parallel, driver: Driver) -> None:
-        self._config, self._driver = config, driver
-        self.model = build_model(config, hf, parallel)
-        driver.together("loading the weights", lambda: load_weights(self.model, Checkpoint(hf.path)))
-        self._reference = ReferenceWeights(self.model) if config.algorithm.kl_coef else None
-        self._optimizer = build_optimizer(self.model, config)
-        self.weights = FullWeights(self.model)
-        # Demonstrations are not sampled: their likelihood is that of the plain softmax.
-        self._objective = Objective.of(config) if task == "train" else dataclasses.replace(Objective.of(config), temperature=1.0)
-        self._checkpoints = config.trainer.output_dir / "checkpoints"
+    def __init__(self, model: Model, training: TrainedNetwork, objective: Objective, driver: Driver) -> None:
+        self.model, self._objective, self._driver = model, objective, driver
+        self.optimizer = build_optimizer(model, training.optimizer, training.num_steps)
+        self.weights = FullWeights(model)
 
-    def statistics(self, batch: Batch) -> list[LocalStatistics]:
-        """Of every action under the current weights."""
+    def evaluate(self, batch: Batch) -> list[LocalOutput]:
+        """What the objective reads of every action, under the current weights and without gradients."""
         # The same packs as in the update, so that the first ratio of new to old policy is exactly one.
-        return statistics(self.model, list(self._optimizer.chunks), batch.all_microbatches, self._objective.temperature)
-
-    def reference_statistics(self, batch: Batch) -> list[LocalStatistics] | None:
-        """Of every action under the initial weights; None where no KL is configured."""
-        if self._reference is None:
-            return None
-        with self._reference.in_place():
-            return self.statistics(batch)
+        return evaluate(self.model, list(self.optimizer.chunks), batch.all_microbatches, self._objective.head(self.model))
 
     def update(self, batch: Batch, inputs: list[list[LossInputs]]) -> Metrics:
         """One optimizer step a part. Returns the metrics of all ranks on the driver and this rank's own elsewhere."""
         metrics = Metrics()
         for microbatches, of_part, num_actions in zip(batch.microbatches, inputs, batch.num_actions, strict=True):
             pairs = list(zip(microbatches, of_part, strict=True))
-            metrics.merge(train_step(self.model, self._optimizer, pairs, num_actions=num_actions, objective=self._objective))
+            metrics.merge(train_step(self.model, self.optimizer, pairs, num_actions=num_actions, objective=self._objective))
         gathered = self._driver.gather("the metrics", metrics)
         merged = Metrics()
         for of_rank in gathered or [metrics]:
             merged.merge(of_rank)
         return merged
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model. On the driver; 0 elsewhere."""
+        return sum(math.prod(shape) for _, _, shape in self.weights.metadata()) if self._driver.is_driver else 0
+
+
+class Learner:
+    """The policy and, where the estimator needs values, a critic. Every method is collective over the world."""
+
+    def __init__(self, config: Config, task: Task, hf: HuggingFaceModel, parallel: Parallel, driver: Driver) -> None:
+        self._config, self._driver = config, driver
+        # Demonstrations are not sampled: their likelihood is that of the plain softmax.
+        objective = PolicyObjective.of(config) if task == "train" else dataclasses.replace(PolicyObjective.of(config), temperature=1.0)
+        self.model = build_model(config, hf, parallel)
+        driver.together("loading the weights", lambda: load_weights(self.model, Checkpoint(hf.path)))
+        self._reference = ReferenceWeights(self.model) if config.algorithm.kl_coef else None
+        networks = trained_networks(config, task)
+        self._policy = Network(self.model, networks["policy"], objective, driver)
+        self.weights = self._policy.weights
+        self._networks = {"policy": self._policy}
+        if "critic" in networks:
+            critic = build_model(config, load_critic(config), parallel, is_critic=True)
+            driver.together("loading the critic's weights", lambda: load_weights(critic, Checkpoint(critic.hf.path)))
+            self._networks["critic"] = Network(critic, networks["critic"], ValueObjective(config.critic.cliprange_value), driver)
+        self._checkpoints = config.trainer.output_dir / "checkpoints"
+
+    @property
+    def critic(self) -> Network | None:
+        return self._networks.get("critic")
+
+    def statistics(self, batch: Batch) -> list[LocalOutput]:
+        """Of every action under the current weights."""
+        return self._policy.evaluate(batch)
+
+    def reference_statistics(self, batch: Batch) -> list[LocalOutput] | None:
+        """Of every action under the initial weights; None where no KL is configured."""
+        if self._reference is None:
+            return None
+        with self._reference.in_place():
+            return self.statistics(batch)
+
+    def values(self, batch: Batch) -> list[LocalOutput] | None:
+        """The critic's value of the state before every action; None where there is no critic."""
+        return self.critic.evaluate(batch) if self.critic else None
+
+    def update(self, batch: Batch, inputs: list[list[LossInputs]]) -> Metrics:
+        """Trains the policy; see `Network.update`."""
+        return self._policy.update(batch, inputs)
+
+    def update_critic(self, batch: Batch, inputs: list[list[LossInputs]]) -> Metrics:
+        """Trains the critic on the same parts; nothing where there is none."""
+        return self.critic.update(batch, inputs) if self.critic else Metrics()
 
     def publish(self, engines: Engines | None, version: int) -> None:
         """Sends the weights to the rollout engines, which only the driver has."""
@@ -76,17 +117,17 @@ class Learner:
         stream_weights(self.weights, self._driver, "sending the weights to the engines", send)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Writes a checkpoint; `state` is the driver's."""
-        state = state | {"use_distributed_optimizer": self._config.optimizer.use_distributed_optimizer}
-        num_parameters = sum(math.prod(shape) for _, _, shape in self.weights.metadata()) if self._driver.is_driver else 0
-        self._driver.run("making room for a checkpoint", lambda: checkpoint.begin(self._checkpoints, step, num_parameters))
-        checkpoint.write(self._checkpoints, step, self.model, self._optimizer)
+        """Writes a checkpoint of every network; `state` is the driver's."""
+        sizes = {name: network.num_parameters for name, network in self._networks.items()}
+        self._driver.run("making room for a checkpoint", lambda: checkpoint.begin(self._checkpoints, step, sizes))
+        checkpoint.write(self._checkpoints, step, {name: (network.model, network.optimizer) for name, network in self._networks.items()})
         self._driver.together("writing a checkpoint", lambda: None)
         self._driver.run("completing a checkpoint", lambda: checkpoint.complete(self._checkpoints, step, state, self._config.checkpoint.keep_last))
 
     def restore(self, directory: Path) -> None:
         """Continues from a checkpoint."""
-        checkpoint.load(directory, self.model, self._optimizer)
+        for name, network in self._networks.items():
+            checkpoint.load(directory / name, network.model, network.optimizer)
 
     def export(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face model directory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from otb_megatron.telemetry.metrics import Metrics
-from otb_megatron.trainer.batch import Batch, distribute, gather_statistics, scatter_loss_inputs
+from otb_megatron.trainer.batch import Batch, distribute, gather_statistics, gather_values, scatter_loss_inputs
 from otb_megatron.trainer.estimation import demonstration_inputs, loss_inputs, record_samples
 from otb_megatron.trainer.run import Run
 from otb_megatron.types import LossInputs, Trajectories
@@ -23,7 +23,9 @@ def train(run: Run) -> None:
         batch = collect(run, step, metrics)
         inputs = estimate(run, batch, metrics)
         with run.timer.phase("update"):
-            metrics.merge(run.learner.update(batch, inputs))
+            if step > run.config.critic.warmup_steps:
+                metrics.merge(run.learner.update(batch, inputs))
+            metrics.merge(run.learner.update_critic(batch, inputs))
         if run.has_engines:
             with run.timer.phase("weights"):
                 run.learner.publish(run.engines, version=step)
@@ -51,7 +53,7 @@ def collect(run: Run, step: int, metrics: Metrics) -> Batch:
 
 
 def estimate(run: Run, batch: Batch, metrics: Metrics) -> list[list[LossInputs]]:
-    """Statistics of every action, gathered to the driver; advantages of every action, scattered back."""
+    """Statistics (and values) of every action, gathered to the driver; advantages of every action, scattered back."""
     if run.task == "sft":
         inputs = run.driver.run("weighing", lambda: demonstration_inputs(batch, run.config))
         return scatter_loss_inputs(batch, inputs, run.driver)
@@ -59,9 +61,11 @@ def estimate(run: Run, batch: Batch, metrics: Metrics) -> list[list[LossInputs]]
         policy = gather_statistics(batch, run.learner.statistics(batch), run.driver)
         local = run.learner.reference_statistics(batch)
         reference = None if local is None else gather_statistics(batch, local, run.driver)
+        local = run.learner.values(batch)
+        values = None if local is None else gather_values(batch, local, run.driver)
     with run.timer.phase("advantages"):
         reference_log_prob = reference.log_prob if reference else None
-        inputs = run.driver.run("estimating advantages", lambda: loss_inputs(batch, policy, reference_log_prob, run.config, metrics))  # type: ignore[arg-type]
+        inputs = run.driver.run("estimating advantages", lambda: loss_inputs(batch, policy, reference_log_prob, values, run.config, metrics))  # type: ignore[arg-type]
         return scatter_loss_inputs(batch, inputs, run.driver)
 
 

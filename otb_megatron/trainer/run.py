@@ -16,7 +16,7 @@ from otb_megatron.telemetry.timing import PhaseTimer
 from otb_megatron.trainer.driver import Driver, tell
 from otb_megatron.trainer.learner import Learner
 from otb_megatron.trainer.source import Demonstrations, Engines, Evaluation, Recording, Rollouts, Source, read_prompts
-from otb_megatron.trainer.validate import Task
+from otb_megatron.trainer.validate import Task, trained_networks
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel
 
@@ -63,7 +63,12 @@ class Run:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the driver, but for the step."""
         assert self.source is not None
-        return {"task": self.task, "order": self.source.order.state_dict()}
+        return {"task": self.task, "networks": self._network_state(), "order": self.source.order.state_dict()}
+
+    def _network_state(self) -> dict[str, dict[str, bool]]:
+        """What a checkpoint of another run must have in common with this one."""
+        networks = trained_networks(self.config, self.task).items()
+        return {name: {"use_distributed_optimizer": network.optimizer.use_distributed_optimizer} for name, network in networks}
 
     def _read_prompts(self) -> tuple[PromptSet, PromptSet | None]:
         data = self.config.data
@@ -79,10 +84,16 @@ class Run:
         state = checkpoint.read_state(directory) if directory else {}
         if state and state["task"] != self.task:
             raise UserError(f"{directory} is a checkpoint of `{state['task']}`, not of `{self.task}`; set another trainer.output_dir")
-        if state and state["use_distributed_optimizer"] != config.optimizer.use_distributed_optimizer:
+        networks = trained_networks(config, self.task)
+        if state and state["networks"].keys() != networks.keys():
             raise UserError(
-                f"{directory} was written with optimizer.use_distributed_optimizer={state['use_distributed_optimizer']}; continue with the same setting"
+                f"{directory} holds {' and '.join(state['networks'])}, and algorithm.advantage={config.algorithm.advantage} trains {' and '.join(networks)}; "
+                "continue with the same kind of estimator, or set another trainer.output_dir"
             )
+        for name, network in networks.items() if state else ():
+            saved = state["networks"][name]["use_distributed_optimizer"]
+            if saved != network.optimizer.use_distributed_optimizer:
+                raise UserError(f"{directory} was written with {network.section}.use_distributed_optimizer={saved}; continue with the same setting")
         return directory
 
     def _start_driver(self, state: dict[str, Any], prompts: tuple[PromptSet, PromptSet | None]) -> None:

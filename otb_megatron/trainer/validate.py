@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Literal
 
-from otb_megatron.algorithms import ADVANTAGES, LOSSES, check_fields, check_loss_fields, check_options, choose
-from otb_megatron.config import Config
+from otb_megatron.algorithms import ADVANTAGES, LOSSES, check_fields, check_loss_fields, check_options, choose, needs_critic
+from otb_megatron.config import Config, CriticConfig, OptimizerConfig
 from otb_megatron.mcore import checkpoint
 from otb_megatron.mcore.model import check_divisible, transformer_config
 from otb_megatron.mcore.parallel import data_parallel_size
@@ -37,10 +38,8 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     model = collect(faults, lambda: load_model(config.model.path))
     collect(faults, lambda: data_parallel_size(config.parallel, world_size))
     if model is not None:
-        # Megatron-Core finds what does not divide as well, but says less about it.
-        collect(faults, lambda: (check_divisible(config, model), transformer_config(config, model)))
-        if model.is_moe and config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
-            faults.append("an MoE model with parallel.tensor_model_parallel_size > 1 needs parallel.sequence_parallel=true (Megatron-Core's rule)")
+        collect(faults, lambda: _check_model(config, model))
+    collect(faults, lambda: _check_critic(config, task, model))
     collect(faults, lambda: _check_loss(config, task))
     if task == "sft":
         if config.algorithm.kl_coef or config.algorithm.rollout_correction != "none":
@@ -57,11 +56,8 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
                 )
         elif not config.rollout.replay_dir.is_dir():
             faults.append(f"rollout.replay_dir={config.rollout.replay_dir}: no such directory; a run with rollout.save=true writes <output_dir>/rollouts")
-    if config.optimizer.min_lr > config.optimizer.lr:
-        faults.append(f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}")
-    decay_steps = config.optimizer.lr_decay_steps or config.trainer.num_steps * config.algorithm.optimizer_steps_per_rollout
-    if config.optimizer.lr_warmup_steps >= decay_steps:
-        faults.append(f"optimizer.lr_warmup_steps={config.optimizer.lr_warmup_steps} does not end before the {decay_steps} optimizer steps of the schedule do")
+    for network in trained_networks(config, task).values():
+        collect(faults, lambda: _check_optimizer(network))  # noqa: B023
     if config.algorithm.optimizer_steps_per_rollout > config.data.prompts_per_step:
         faults.append(
             f"algorithm.optimizer_steps_per_rollout={config.algorithm.optimizer_steps_per_rollout} cannot share data.prompts_per_step="
@@ -75,6 +71,29 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     return model
 
 
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """How a network is trained."""
+
+    section: str  # its optimizer's place in the configuration
+    optimizer: OptimizerConfig
+    num_steps: int  # optimizer steps of the whole run
+
+
+def trained_networks(config: Config, task: Task) -> dict[str, TrainedNetwork]:
+    """What the run trains: `policy`, and `critic` where the estimator needs values."""
+    rollouts, per_rollout = config.trainer.num_steps, config.algorithm.optimizer_steps_per_rollout
+    networks = {"policy": TrainedNetwork("optimizer", config.optimizer, (rollouts - config.critic.warmup_steps) * per_rollout)}
+    if task == "train" and needs_critic(config.algorithm.advantage):
+        networks["critic"] = TrainedNetwork("critic.optimizer", config.critic.optimizer, rollouts * per_rollout)
+    return networks
+
+
+def load_critic(config: Config) -> HuggingFaceModel:
+    """The model that the critic starts from. Raises what `load_model` raises."""
+    return load_model(config.critic.path or config.model.path, "critic.path" if config.critic.path else "model.path")
+
+
 def collect[T](faults: list[str], check: object) -> T | None:
     """Runs one check and keeps its message."""
     try:
@@ -82,6 +101,46 @@ def collect[T](faults: list[str], check: object) -> T | None:
     except UserError as error:
         faults.append(str(error))
         return None
+
+
+def _check_model(config: Config, model: HuggingFaceModel) -> None:
+    # Megatron-Core finds what does not divide as well, but says less about it.
+    check_divisible(config, model)
+    transformer_config(config, model)
+    if model.is_moe and config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
+        raise UserError(f"{model.path}: an MoE model with parallel.tensor_model_parallel_size > 1 needs parallel.sequence_parallel=true (Megatron-Core's rule)")
+
+
+def _check_critic(config: Config, task: Task, policy: HuggingFaceModel | None) -> None:
+    if "critic" not in trained_networks(config, task):
+        unused = [f"critic.{name}" for name in CriticConfig.model_fields if getattr(config.critic, name) != getattr(CriticConfig(), name)]
+        if unused:
+            reason = f"algorithm.advantage={config.algorithm.advantage} needs no values" if task == "train" else f"`{task}` estimates no advantages"
+            raise UserError(f"{', '.join(unused)}: this run has no critic, because {reason}; leave the section out, or set e.g. algorithm.advantage=gae")
+        return
+    if config.critic.warmup_steps >= config.trainer.num_steps:
+        raise UserError(f"critic.warmup_steps={config.critic.warmup_steps} leaves the policy none of trainer.num_steps={config.trainer.num_steps} steps")
+    if config.critic.path is None:
+        return
+    critic = load_critic(config)
+    if policy is not None and critic.vocab_size != policy.vocab_size:
+        raise UserError(
+            f"critic.path={critic.path} has a vocabulary of {critic.vocab_size} and model.path={policy.path} one of {policy.vocab_size}; "
+            "the critic reads the policy's tokens, so give one with the same tokenizer"
+        )
+    _check_model(config, critic)
+
+
+def _check_optimizer(network: TrainedNetwork) -> None:
+    section, settings = network.section, network.optimizer
+    faults = []
+    if settings.min_lr > settings.lr:
+        faults.append(f"{section}.min_lr={settings.min_lr} is above {section}.lr={settings.lr}")
+    decay_steps = settings.lr_decay_steps or network.num_steps
+    if settings.lr_warmup_steps >= decay_steps > 0:
+        faults.append(f"{section}.lr_warmup_steps={settings.lr_warmup_steps} does not end before the {decay_steps} optimizer steps of the schedule do")
+    if faults:
+        raise UserError("\n".join(faults))
 
 
 def _check_loss(config: Config, task: Task) -> None:
@@ -104,7 +163,7 @@ def _check_advantage(config: Config) -> None:
     algorithm = config.algorithm
     estimator = choose("advantage", algorithm.advantage, ADVANTAGES)
     check_options("advantage", algorithm.advantage, estimator.function, algorithm.advantage_options)
-    check_fields(algorithm.advantage, {"energy"} | ({"correction"} if algorithm.rollout_correction != "none" else set()))
+    check_fields(algorithm.advantage, {"energy", "values"} | ({"correction"} if algorithm.rollout_correction != "none" else set()))
     if config.rollout.n < estimator.min_group:
         warnings.warn(
             f"rollout.n={config.rollout.n}: {algorithm.advantage} compares the responses of one prompt with each other and has no baseline "

@@ -15,6 +15,9 @@ from typing import Any, Literal
 from otb_megatron.types import UserError
 from otb_megatron.weights.layout import GatedPair, GroupedQKV, PaddedVocabulary, Whole
 
+_VALUE_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}  # [1, hidden] and [1]
+VALUE_HEAD = frozenset(_VALUE_HEAD.values())  # what a checkpoint may lack and still start a critic
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -61,16 +64,21 @@ class HuggingFaceModel:
     def rules(self, padded_vocab_size: int) -> tuple[Rule, ...]:
         return self.architecture.rules(self.config, padded_vocab_size)
 
+    def critic_rules(self, padded_vocab_size: int) -> tuple[Rule, ...]:
+        """Those of a token classifier with one label, as transformers stores it: the same decoder with `score` in the place of the output layer."""
+        decoder = [rule for rule in self.rules(padded_vocab_size) if rule.megatron != "output_layer.weight"]
+        return (*decoder, *(Rule(megatron, (hf,), Whole()) for megatron, hf in _VALUE_HEAD.items()))
 
-def load_model(path: Path) -> HuggingFaceModel:
-    """Reads `path`/config.json and finds its architecture.
+
+def load_model(path: Path, setting: str = "model.path") -> HuggingFaceModel:
+    """Reads `path`/config.json and finds its architecture. `setting` names the configuration's key that `path` comes from.
 
     Raises:
         UserError: no such directory, no config.json, or an architecture or setting without a mapping here.
     """
     file = path / "config.json"
     if not file.is_file():
-        raise UserError(f"model.path={path}: no config.json there; give a Hugging Face model directory")
+        raise UserError(f"{setting}={path}: no config.json there; give a Hugging Face model directory")
     config = json.loads(file.read_text())
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:

@@ -166,7 +166,7 @@ def test_value_loss():
     terms.loss.sum().backward()
     assert terms.loss.tolist() == pytest.approx([0.045, 0.18])
     assert values.grad.tolist() == pytest.approx([0.0, -0.6])
-    assert terms.metrics["value_clip_fraction"].tolist() == [1.0, 0.0]
+    assert terms.metrics["clip_fraction"].tolist() == [1.0, 0.0]
 
 
 def test_positive_example_weights():
