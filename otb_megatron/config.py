@@ -175,7 +175,7 @@ class AlgorithmConfig(Section):
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """As the policy's."""
+    """As the policy's, but for the default of `lr` (verl's)."""
 
     lr: PositiveFloat = 1e-5
 
@@ -187,6 +187,7 @@ class CriticConfig(Section):
     path: Path | None = None
     """Hugging Face model directory that the critic starts from, with or without a value head (`score.weight`, `score.bias`); null for `model.path`."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """Its own, under the same names and with a default `lr` of its own."""
     cliprange_value: PositiveFloat = 0.5
     """A value that moved further than this since the step's first update has no gradient away from there (verl's name)."""
     lam: float = Field(1.0, ge=0, le=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -81,7 +83,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
         values, returns: [actions].
     """
     returns = returns.double()
-    return float(1 - (returns - values.double()).var(correction=0) / returns.var(correction=0))
+    variance = returns.var(correction=0)
+    return float(1 - (returns - values.double()).var(correction=0) / variance) if variance > 0 else math.nan
 
 
 def _generalized(rewards: Tensor, offsets: Tensor, values: Tensor, discount: float, lam: float | Tensor) -> Tensor:

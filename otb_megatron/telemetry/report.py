@@ -44,6 +44,7 @@ QUANTITIES = (
     Quantity("response/length", "response length", "Response length", "tokens"),
     Quantity("policy/entropy", "entropy", "Policy entropy", "nats"),
     Quantity("optimizer/grad_norm", "gradient norm", "Gradient norm", "norm before clipping"),
+    Quantity("critic/explained_variance", "explained variance", "Critic", "1 - Var(error) / Var(return)", "highest"),
     Quantity("policy/energy", "energy", "Mean energy", "mean of w per action"),
     Quantity("rollout/log_prob_difference", "|train - rollout| log-prob", "Trainer against rollout engine", "nats"),
     Quantity(TOTAL_TIME, "seconds per step", "Time per step", "seconds"),

@@ -30,6 +30,8 @@ class Outcome:
     advantages: list[Tensor]  # [step] -> [actions]
     weights: dict[str, Tensor]  # under Hugging Face names, after the last step
     metrics: list[dict[str, float]]  # [step]
+    values: list[Tensor]  # [step] -> [actions]; empty without a critic
+    critic: dict[str, Tensor]  # the critic's weights, as the policy's; empty without one
 
 
 def record_samples(directory: Path, *, vocab_size: int, num_steps: int = NUM_STEPS, seed: int = 0, group_size: int = 3) -> None:
@@ -68,33 +70,38 @@ def settings(model_dir: Path, work_dir: Path, **sections: dict[str, Any]) -> dic
 def train(values: dict[str, Any], world_size: int, *, timeout_s: float = 240) -> Outcome:
     """Runs the training loop on `world_size` ranks and returns what it computed."""
     ranks = run_ranks(_train_rank, world_size, values, timeout_s=timeout_s)
-    num_actions = [sum(index.numel() for index, _ in step) for step in ranks[0]["advantages"]]
-    advantages = []
-    for step in range(len(num_actions)):
-        pieces = [piece for rank in ranks for piece in rank["advantages"][step]]
-        merged = torch.full((int(torch.cat([index for index, _ in pieces]).max()) + 1,), torch.nan)
-        for index, values_of_piece in pieces:
-            merged[index] = values_of_piece
-        advantages.append(merged)
-    return Outcome(advantages, ranks[0]["weights"], ranks[0]["metrics"])
+    advantages, seen_values = ([_merged([rank[name][step] for rank in ranks]) for step in range(len(ranks[0][name]))] for name in ("advantages", "values"))
+    return Outcome(advantages, ranks[0]["weights"], ranks[0]["metrics"], seen_values, ranks[0]["critic"])
+
+
+def _merged(pieces_of_ranks: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
+    """[actions] from every rank's (indices, values) of its microbatches."""
+    pieces = [piece for pieces in pieces_of_ranks for piece in pieces]
+    merged = torch.full((int(torch.cat([index for index, _ in pieces]).max()) + 1,), torch.nan)
+    for index, values in pieces:
+        merged[index] = values
+    return merged
 
 
 def _train_rank(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Any]:
     config = validate_config(values, "test")
-    seen: list[list[tuple[Tensor, Tensor]]] = []
-    update = Learner.update
+    seen: dict[str, list[list[tuple[Tensor, Tensor]]]] = {"advantages": [], "values": []}
+    update_critic = Learner.update_critic  # called at every step, with or without a critic
 
     def observed(self: Any, batch: Any, inputs: Any) -> Any:
-        pairs = [(m.action_index, i.advantages) for part, of_part in zip(batch.microbatches, inputs, strict=True) for m, i in zip(part, of_part, strict=True)]
-        seen.append(pairs)
-        return update(self, batch, inputs)
+        pairs = [(m.action_index, i) for part, of_part in zip(batch.microbatches, inputs, strict=True) for m, i in zip(part, of_part, strict=True)]
+        seen["advantages"].append([(index, i.advantages) for index, i in pairs])
+        if self.critic:
+            seen["values"].append([(index, i.old_values) for index, i in pairs])
+        return update_critic(self, batch, inputs)
 
-    Learner.update = observed  # type: ignore[method-assign]
+    Learner.update_critic = observed  # type: ignore[method-assign]
     with Run(config, "train", validate(config, "train", world_size)) as run:
         train_loop(run)
         weights = {name: tensor.clone() for name, tensor in run.learner.weights.tensors()}
+        critic = {name: tensor.clone() for name, tensor in run.learner.critic.weights.tensors()} if run.learner.critic else {}
         lines = (config.trainer.output_dir / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
-    return {"advantages": seen, "weights": weights, "metrics": [json.loads(line) for line in lines]}
+    return seen | {"weights": weights, "critic": critic, "metrics": [json.loads(line) for line in lines]}
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:

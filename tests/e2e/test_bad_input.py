@@ -60,7 +60,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "advantage": (["algorithm.advantage=optimal_token_baselin"], ["'optimal_token_baseline'"]),
     "advantage option": (["algorithm.advantage_options.tial=hold"], ["advantage_options.tial", "'tail'"]),
     "loss": (["algorithm.loss=clipped_surogate"], ["algorithm.loss='clipped_surogate'", "'clipped_surrogate'"]),
-    "estimator without its input": (["algorithm.advantage=gae"], ["algorithm.advantage='gae' needs `values`"]),
+    "estimator without its input": (["algorithm.advantage=remax"], ["algorithm.advantage='remax' needs `greedy_reward`"]),
     "loss of another task": (["algorithm.loss=negative_log_likelihood"], ["does not fit `train`"]),
     "megatron key": (["megatron.recompute_granularty=full"], ["'recompute_granularity'"]),
     "megatron key that is ours": (["megatron.tensor_model_parallel_size=2"], ["set parallel.tensor_model_parallel_size instead"]),

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from otb_megatron.algorithms import ADVANTAGES, AdvantageInputs, check_fields, check_options, estimate
+from otb_megatron.algorithms import ADVANTAGES, AdvantageInputs, check_fields, check_options, estimate, needs_critic
 from otb_megatron.algorithms import optimal_token_baseline as otb
 from otb_megatron.algorithms import optimal_token_baseline_numba as compiled
-from otb_megatron.algorithms.token_returns import value_targets
+from otb_megatron.algorithms.token_returns import explained_variance, value_targets
 from otb_megatron.types import UserError
 
 TAILS = ("zero", "mean", "hold")
@@ -192,6 +193,34 @@ def test_value_targets():
     inputs = batch([2, 1], [0, 1], [0.0, 1.0, 5.0], values=[0.5, 0.8, 9.0])
     np.testing.assert_allclose(value_targets(inputs.rewards, inputs.offsets, inputs.values), [1.0, 1.0, 5.0])
     np.testing.assert_allclose(value_targets(inputs.rewards, inputs.offsets, inputs.values, lam=0.5), [0.9, 1.0, 5.0])
+
+
+def test_estimators_with_a_critic_discount_as_its_targets_do():
+    """Whoever sets no discount gets the same one in the advantages and in what the critic learns."""
+    defaults = {inspect.signature(ADVANTAGES[name].function).parameters["discount"].default for name in ADVANTAGES if needs_critic(name)}
+    assert defaults == {inspect.signature(value_targets).parameters["discount"].default} == {1.0}
+
+
+def test_decoupled_lambda_of_vapo():
+    """Rewards (0, 0, 1), values (0.2, 0.4, 0.6), alpha 0.5: lam = 1 - 1 / 1.5 = 1/3 for the policy, 1 for the critic.
+
+    delta = (0.2, 0.2, 0.4); A_2 = 0.4, A_1 = 0.2 + 0.4 / 3, A_0 = 0.2 + A_1 / 3. The critic's targets are the return, 1.
+    """
+    inputs = batch([3], [0], [0.0, 0.0, 1.0], values=[0.2, 0.4, 0.6])
+    advantages = estimate("gae_length_adaptive", inputs, {"alpha": 0.5, "whitened": False})
+    second = 0.2 + 0.4 / 3
+    np.testing.assert_allclose(advantages, [0.2 + second / 3, second, 0.4], atol=1e-7)
+    np.testing.assert_allclose(value_targets(inputs.rewards, inputs.offsets, inputs.values), [1.0, 1.0, 1.0])
+
+
+def test_explained_variance():
+    """Returns (0, 1, 2), values (0, 1, 1): errors (0, 0, 1) of variance 2/9 against 2/3. A constant explains nothing, equal returns cannot be explained."""
+    returns = torch.tensor([0.0, 1.0, 2.0])
+    assert explained_variance(torch.tensor([0.0, 1.0, 1.0]), returns) == pytest.approx(2 / 3)
+    assert explained_variance(torch.full((3,), 7.0), returns) == pytest.approx(0.0)
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance(2 - returns, returns) == pytest.approx(-3.0)  # the errors are twice as far apart as the returns
+    assert math.isnan(explained_variance(returns, torch.ones(3)))
 
 
 @pytest.mark.parametrize("discount, lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])

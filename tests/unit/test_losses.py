@@ -169,6 +169,16 @@ def test_value_loss():
     assert terms.metrics["clip_fraction"].tolist() == [1.0, 0.0]
 
 
+def test_value_loss_gradient_is_the_derivative():
+    """Central differences in float64, with values on both sides of the bound."""
+    generator = torch.Generator().manual_seed(3)
+    old = torch.randn(60, generator=generator, dtype=torch.float64)
+    values = (old + torch.randn(60, generator=generator, dtype=torch.float64)).requires_grad_()
+    targets = torch.randn(60, generator=generator, dtype=torch.float64)
+    assert 10 < int(value_loss(values, old, targets).metrics["clip_fraction"].sum()) < 50
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, old, targets).loss, values, eps=1e-7, atol=1e-6)
+
+
 def test_positive_example_weights():
     """Lengths 1 and 3, the second positive: 4 actions, 3 of them positive. None positive: all zero, no NaN."""
     offsets = torch.tensor([0, 1, 4])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForTokenClassification
 
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import load_model
@@ -49,6 +51,17 @@ def test_round_trip_is_bit_exact(layout: Whole, shapes: list[tuple[int, ...]], s
     assert torch.equal(layout.unshard(shards), full)
     for part, back in zip(parts, layout.to_hf(layout.unshard(shards)), strict=True):
         assert torch.equal(part, back)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_tensor_of_a_token_classifier_has_one_rule(tmp_path: Path, kind: str) -> None:
+    """A critic as transformers saves it: the decoder under the same names, `score` instead of an output layer."""
+    config = copy.deepcopy(CONFIGS[kind])
+    config.num_labels = 1
+    AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
+    names = [name for rule in load_model(tmp_path).critic_rules(104) for name in rule.hf]
+    assert len(names) == len(set(names))
+    assert set(names) == Checkpoint(tmp_path).names
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
