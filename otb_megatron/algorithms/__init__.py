@@ -4,7 +4,7 @@ from otb_megatron.algorithms.advantages import ADVANTAGES, AdvantageInputs, Esti
 from otb_megatron.algorithms.corrections import Mismatch, mismatch, truncated_importance_weights
 from otb_megatron.algorithms.energy import energy
 from otb_megatron.algorithms.kl import kl_estimate
-from otb_megatron.algorithms.losses import LOSSES, Loss, LossTerms, check_loss_fields
+from otb_megatron.algorithms.losses import LOSSES, Loss, LossTerms, check_loss_fields, value_loss
 from otb_megatron.algorithms.options import check_options, choose
 from otb_megatron.algorithms.reduce import action_weights
 from otb_megatron.algorithms.token_returns import explained_variance, value_targets
@@ -29,5 +29,6 @@ __all__ = [
     "mismatch",
     "needs_critic",
     "truncated_importance_weights",
+    "value_loss",
     "value_targets",
 ]

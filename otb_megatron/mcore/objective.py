@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from otb_megatron.algorithms import LOSSES, kl_estimate
-from otb_megatron.algorithms.losses import value_loss
+from otb_megatron.algorithms import LOSSES, kl_estimate, value_loss
 from otb_megatron.config import Config
 from otb_megatron.mcore.head import OutputProcessor, StatisticsHead, as_statistics, value_output
 from otb_megatron.mcore.model import Model
