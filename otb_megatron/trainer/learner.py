@@ -73,16 +73,16 @@ class Learner:
         networks = trained_networks(config, task)
         self._policy = Network(self.model, networks["policy"], objective, driver)
         self.weights = self._policy.weights
-        self._networks = {"policy": self._policy}
+        self.networks = {"policy": self._policy}  # what is trained and saved, by name
         if "critic" in networks:
             critic = build_model(config, load_critic(config), parallel, is_critic=True)
             driver.together("loading the critic's weights", lambda: load_weights(critic, Checkpoint(critic.hf.path)))
-            self._networks["critic"] = Network(critic, networks["critic"], ValueObjective(config.critic.cliprange_value), driver)
+            self.networks["critic"] = Network(critic, networks["critic"], ValueObjective(config.critic.cliprange_value), driver)
         self._checkpoints = config.trainer.output_dir / "checkpoints"
 
     @property
     def critic(self) -> Network | None:
-        return self._networks.get("critic")
+        return self.networks.get("critic")
 
     def statistics(self, batch: Batch) -> list[LocalOutput]:
         """Of every action under the current weights."""
@@ -118,15 +118,15 @@ class Learner:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Writes a checkpoint of every network; `state` is the driver's."""
-        sizes = {name: network.num_parameters for name, network in self._networks.items()}
+        sizes = {name: network.num_parameters for name, network in self.networks.items()}
         self._driver.run("making room for a checkpoint", lambda: checkpoint.begin(self._checkpoints, step, sizes))
-        checkpoint.write(self._checkpoints, step, {name: (network.model, network.optimizer) for name, network in self._networks.items()})
+        checkpoint.write(self._checkpoints, step, {name: (network.model, network.optimizer) for name, network in self.networks.items()})
         self._driver.together("writing a checkpoint", lambda: None)
         self._driver.run("completing a checkpoint", lambda: checkpoint.complete(self._checkpoints, step, state, self._config.checkpoint.keep_last))
 
     def restore(self, directory: Path) -> None:
         """Continues from a checkpoint."""
-        for name, network in self._networks.items():
+        for name, network in self.networks.items():
             checkpoint.load(directory / name, network.model, network.optimizer)
 
     def export(self, directory: Path) -> None:
