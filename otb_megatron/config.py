@@ -125,6 +125,8 @@ class RolloutConfig(Section):
     weight_transfer_timeout_s: PositiveFloat = 600.0
     weight_transfer_bucket_bytes: PositiveInt = 256 * 2**20
     """Weights travel in buckets of at most this size (one tensor at least)."""
+    router_replay: bool = False
+    """MoE models: record the experts that vLLM's routers choose for each token and train through exactly these (verl's router replay R3)."""
     save: bool = False
     """Write every step's samples to `<output_dir>/rollouts`, so that the run can be replayed."""
     replay_dir: Path | None = None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,28 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts that the sampler's routers chose for one response.
+
+    There is a row for every token of prompt and response but the last, which the sampler draws and never runs. Dense layers have rows
+    too, so that a layer's number finds its choice; what those hold means nothing.
+    """
+
+    dtype: Literal["uint8", "uint16"]
+    shape: tuple[int, int, int]  # prompt and response tokens - 1, decoder layers, experts per token
+    data: bytes  # row-major; immutable, comparable, and as small as the choices are
+
+    @classmethod
+    def of(cls, choices: np.ndarray) -> Self:
+        """choices: uint8 or uint16 [tokens - 1, layers, experts per token]."""
+        return cls(str(choices.dtype), choices.shape, choices.tobytes())  # type: ignore[arg-type]
+
+    def array(self) -> np.ndarray:
+        """[tokens - 1, layers, experts per token], read-only."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
     """What the policy (or a demonstration) answered."""
 
@@ -46,6 +69,7 @@ class Response:
     text: str  # decoded without special tokens, for verifiers and people
     finish_reason: FinishReason
     policy_version: int  # version of the weights that sampled it
+    routed_experts: RoutedExperts | None = None  # where the sampler recorded them
 
     def __post_init__(self) -> None:
         if self.log_probs and len(self.log_probs) != len(self.token_ids):
@@ -74,6 +98,7 @@ class Trajectories:
     rewards: Tensor  # float32 [actions], at the action that each reward was paid for
     group: Tensor  # int64 [samples]
     policy_version: Tensor  # int64 [samples]
+    routed_experts: Tensor | None = None  # int16 [tokens, layers, experts per token], -1 where the sampler left no record; None: no record at all
 
     @property
     def num_samples(self) -> int:
@@ -111,7 +136,26 @@ class Trajectories:
             rewards=torch.tensor(rewards, dtype=torch.float32),
             group=torch.tensor([s.group for s in samples], dtype=torch.int64),
             policy_version=torch.tensor([s.response.policy_version for s in samples], dtype=torch.int64),
+            routed_experts=_routed_experts(samples, token_offsets),
         )
+
+
+def _routed_experts(samples: Sequence[Sample], token_offsets: list[int]) -> Tensor | None:
+    """The records of all samples, -1 elsewhere: at each sample's last token, and in samples without one."""
+    recorded = [sample.response.routed_experts for sample in samples]
+    shapes = {record.shape[1:] for record in recorded if record is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"routed experts of different models: {sorted(shapes)} (layers, experts per token)")
+    joined = torch.full((token_offsets[-1], *shapes.pop()), -1, dtype=torch.int16)
+    for record, first, last in zip(recorded, token_offsets, token_offsets[1:], strict=False):
+        if record is None:
+            continue
+        if record.shape[0] != last - first - 1:
+            raise ValueError(f"a sample of {last - first} tokens came with the routed experts of {record.shape[0]}; there must be one less than tokens")
+        joined[first : last - 1] = torch.from_numpy(record.array().astype(np.int16))
+    return joined
 
 
 @dataclass(frozen=True)
@@ -123,12 +167,14 @@ class Microbatch:
 
     tokens: Tensor  # int64 [padded_tokens], sequences one after the other, each padded
     position_ids: Tensor  # int64 [padded_tokens], from 0 in each sequence
+    is_padding: Tensor  # bool [padded_tokens]
     cu_seqlens: Tensor  # int32 [sequences + 1], offsets of the padded sequences in `tokens`
     max_seqlen: int  # longest padded sequence
     action_rows: Tensor  # int64 [actions], row of `tokens` whose logits predict the action
     targets: Tensor  # int64 [actions], the action's token id
     action_index: Tensor  # int64 [actions], where the action stands in the [actions] arrays of its Trajectories
     action_offsets: Tensor  # int64 [samples + 1] into the [actions] arrays of this microbatch
+    routed_experts: Tensor | None = None  # int16 [padded_tokens, layers, experts per token], -1 without a record; None: no record at all
 
 
 @dataclass(frozen=True)

@@ -135,11 +135,18 @@ def build_microbatch(trajectories: Trajectories, samples: Sequence[int], *, sequ
         padded.append(total - sum(padded))
 
     tokens = torch.full((total,), pad_token_id, dtype=torch.int64)
+    is_padding = torch.ones(total, dtype=torch.bool)
+    recorded = trajectories.routed_experts
+    experts = None if recorded is None else recorded.new_full((total, *recorded.shape[1:]), -1)
     rows, index = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
     start = 0
     for sample, length in zip(samples, padded, strict=False):  # `padded` may end with the sequence of padding
         first, last = token_offsets[sample], token_offsets[sample + 1]
-        tokens[start : start + last - first] = trajectories.tokens[first:last]
+        placed = slice(start, start + last - first)
+        tokens[placed] = trajectories.tokens[first:last]
+        is_padding[placed] = False
+        if experts is not None:
+            experts[placed] = recorded[first:last]  # type: ignore[index]
         actions = torch.arange(action_offsets[sample], action_offsets[sample + 1])
         rows.append(trajectories.action_positions[actions] + (start - first - 1))
         index.append(actions)
@@ -149,10 +156,12 @@ def build_microbatch(trajectories: Trajectories, samples: Sequence[int], *, sequ
     return Microbatch(
         tokens=tokens,
         position_ids=torch.cat([torch.arange(length) for length in padded]),
+        is_padding=is_padding,
         cu_seqlens=torch.tensor([0, *accumulate(padded)], dtype=torch.int32),
         max_seqlen=max(padded),
         action_rows=torch.cat(rows),
         targets=trajectories.tokens[trajectories.action_positions[action_index]],
         action_index=action_index,
         action_offsets=torch.tensor([0, *accumulate(part.numel() for part in index[1:])], dtype=torch.int64),
+        routed_experts=experts,
     )

@@ -23,6 +23,7 @@ from otb_megatron.mcore.head import ValueLayer
 from otb_megatron.mcore.norm import RMSNorm
 from otb_megatron.mcore.parallel import Parallel
 from otb_megatron.mcore.platform import uses_transformer_engine
+from otb_megatron.mcore.router import refused_settings, use_packed_router
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel, Rule
 
@@ -88,7 +89,6 @@ def _settings(config: Config, hf: HuggingFaceModel) -> dict[str, Any]:
         perform_initialization=False,  # weights are loaded from model.path
         calculate_per_token_loss=True,  # the step divides by global token counts
         variable_seq_lengths=True,  # packs differ in length
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, for dense models too
     )
     if parallel.virtual_pipeline_model_parallel_size:
         # Without overlap, interleaved stages exchange two messages between one pair of ranks and mix them up: silently wrong gradients.
@@ -98,8 +98,14 @@ def _settings(config: Config, hf: HuggingFaceModel) -> dict[str, Any]:
 
 def _choices() -> dict[str, Any]:
     """Fields with a default of ours, which `megatron:` may set otherwise."""
-    choices: dict[str, Any] = dict(moe_router_load_balancing_type="none", moe_router_dtype="fp32")
-    if not uses_transformer_engine():
+    choices: dict[str, Any] = dict(
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="alltoall",  # upstream's default refuses variable_seq_lengths, for dense models too
+        moe_router_bias_update_rate=0.0,  # upstream's 1e-3 would move the policy outside the optimizer and its learning rate
+    )
+    if uses_transformer_engine():
+        choices |= dict(moe_grouped_gemm=True)
+    else:
         choices |= dict(
             transformer_impl="local",
             use_cpu_initialization=not torch.cuda.is_available(),
@@ -128,6 +134,8 @@ def _check_megatron_section(config: Config, settings: dict[str, Any]) -> None:
         elif key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             faults.append(f"megatron.{key}: TransformerConfig has no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if "num_moe_experts" in settings:
+        faults += refused_settings(config.megatron, router_replay=config.rollout.router_replay)
     if faults:
         raise UserError("settings that cannot be used:\n" + "\n".join(f"  {fault}" for fault in faults))
 
@@ -165,9 +173,11 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel, *, is_
     chunks = []
     for stage in range(parallel.virtual_stages or 1):
         vp_stage = stage if parallel.virtual_stages else None
+        spec = _block_spec(megatron, vp_stage)
+        use_packed_router(spec)
         chunk = GPTModel(
             megatron,
-            _block_spec(megatron, vp_stage),
+            spec,
             vocab_size=padded_vocab_size,
             max_sequence_length=hf.config.get("max_position_embeddings", 2**20),
             pre_process=parallel.groups.pp.rank() == 0 and not vp_stage,

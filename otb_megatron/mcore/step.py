@@ -8,13 +8,14 @@ actions of the whole optimizer step. The gradient therefore does not depend on m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from otb_megatron.mcore.head import LocalActions, OutputProcessor, StatisticsHea
 from otb_megatron.mcore.model import Model
 from otb_megatron.mcore.objective import Objective
 from otb_megatron.mcore.optimizer import Optimizer
+from otb_megatron.mcore.router import PackRouting, num_waiting, routers, routing, take_sums
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.types import LossInputs, Microbatch
 
@@ -83,6 +85,8 @@ def train_step(model: Model, optimizer: Optimizer, batches: list[tuple[Microbatc
         offsets = microbatch.action_offsets.to(output.device)
         return output, partial(_loss, inputs=_select(inputs, actions.index), offsets=offsets, num_actions=num_actions, objective=objective)
 
+    if model.config.num_moe_experts:
+        model.config.moe_grad_scale_func = _auxiliary_scale(model, optimizer, [microbatch for microbatch, _ in batches], num_actions)
     optimizer.zero_grad()
     collected = _run_schedule(model, optimizer.chunks, forward, batches, forward_only=False)
     grad_norm = optimizer.step()
@@ -91,10 +95,23 @@ def train_step(model: Model, optimizer: Optimizer, batches: list[tuple[Microbatc
             count = float(sums.pop("num_actions"))
             for name, total in sums.items():
                 metrics.mean(name, float(total), count)
+    for name, (total, count) in take_sums(optimizer.chunks).items():  # each rank routes tokens and layers of its own
+        metrics.mean(name, total, count)
     if model.parallel.is_driver:
         metrics.mean(f"{objective.optimizer_metrics}/grad_norm", grad_norm, 1)
         metrics.mean(f"{objective.optimizer_metrics}/lr", optimizer.learning_rate, 1)
     return metrics
+
+
+def _auxiliary_scale(model: Model, optimizer: Optimizer, microbatches: list[Microbatch], num_actions: int) -> Callable[[], Tensor]:
+    """Scale of the routers' auxiliary losses: they are sums over tokens, become means over the tokens of the optimizer step, and are divided by
+    the number of actions like everything else. Collective over the data-parallel group.
+    """
+    num_tokens = torch.tensor(sum(int((~microbatch.is_padding).sum()) for microbatch in microbatches), device=model.parallel.device)
+    if model.parallel.dp_size > 1:
+        dist.all_reduce(num_tokens, group=model.parallel.groups.dp)
+    # A new tensor at each call: Megatron keeps the first one and writes the later ones into it.
+    return lambda: optimizer.megatron.scale_loss(num_actions / num_tokens.float())
 
 
 def _loss(output: Tensor, *, inputs: LossInputs, offsets: Tensor, num_actions: int, objective: Objective) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -113,14 +130,22 @@ def run_chunk(model: Model, chunk: torch.nn.Module, microbatch: Microbatch, head
     pack = PackedSequences.of(microbatch, parallel.cp_size, parallel.cp_rank, device)
     actions = LocalActions.of(microbatch, parallel.groups, device)
     tokens, positions = (rows[pack.local_rows][None].to(device) for rows in (microbatch.tokens, microbatch.position_ids))
-    output = chunk(tokens, positions, None, packed_seq_params=pack, output_processor=head, output_processor_context=actions)
+    with routing(chunk, _pack_routing(model, microbatch, pack)) if model.config.num_moe_experts else nullcontext():
+        output = chunk(tokens, positions, None, packed_seq_params=pack, output_processor=head, output_processor_context=actions)
     return output, actions
+
+
+def _pack_routing(model: Model, microbatch: Microbatch, pack: PackedSequences) -> PackRouting:
+    rows, parallel = pack.local_rows, model.parallel
+    if model.config.sequence_parallel:
+        rows = rows.chunk(parallel.groups.tp.size())[parallel.tp_rank]
+    return PackRouting.of(microbatch, rows, parallel.device)
 
 
 def _run_schedule(model: Model, chunks: list[Any], forward: Any, batches: list[Any], *, forward_only: bool) -> list[Any]:
     run = get_forward_backward_func(pp_size=model.parallel.groups.pp.size(), vp_size=model.parallel.virtual_stages)
     iterators = [iter(batches) for _ in chunks]
-    return run(
+    collected = run(
         forward_step_func=forward,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
@@ -130,6 +155,8 @@ def _run_schedule(model: Model, chunks: list[Any], forward: Any, batches: list[A
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    assert not num_waiting(chunks), "routers were recomputed less often than they were called: they replayed other packs than theirs"
+    return collected
 
 
 def _select(inputs: LossInputs, index: Tensor) -> LossInputs:
@@ -142,7 +169,9 @@ class ReferenceWeights:
     """A frozen copy of the policy's weights in host memory, swapped in to score the reference and out again."""
 
     def __init__(self, model: Model) -> None:
-        self._parameters = list(itertools.chain.from_iterable(chunk.parameters() for chunk in model.chunks))
+        self._parameters: list[Tensor] = list(itertools.chain.from_iterable(chunk.parameters() for chunk in model.chunks))
+        # Not trained by the optimizer, but by Megatron where `megatron.moe_router_bias_update_rate` says so.
+        self._parameters += [router.expert_bias for chunk in model.chunks for router in routers(chunk) if router.expert_bias is not None]
         self._frozen = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
     @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -111,10 +113,24 @@ def test_microbatch_by_hand() -> None:
     assert micro.cu_seqlens.tolist() == [0, 4, 12, 16] and micro.cu_seqlens.dtype == torch.int32
     assert micro.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
     assert micro.max_seqlen == 8
+    assert micro.is_padding.tolist() == [False] * 9 + [True] * 7
+    assert micro.routed_experts is None
     # Actions are numbered over the batch: 0-2 of sample 0 (102, 103, 104), 3 of sample 1, 4 of sample 2 (110); each is predicted one row earlier.
     assert micro.action_index.tolist() == [4, 0, 1, 2]
     assert micro.action_rows.tolist() == [2, 5, 6, 7]
     assert micro.targets.tolist() == [110, 102, 103, 104]
+
+
+def test_routed_experts_go_with_their_tokens() -> None:
+    """Two layers, three experts a token; rows of the batch are numbered, padding has -1."""
+    batch = trajectories([(2, 3), (1, 1), (3, 1)])
+    experts = torch.arange(11 * 6, dtype=torch.int16).view(11, 2, 3)
+    batch = dataclasses.replace(batch, routed_experts=experts)
+    micro = build_microbatch(batch, [2, 0], sequence_multiple=4, total_multiple=8, pad_token_id=9)
+    assert micro.routed_experts is not None and micro.routed_experts.dtype == torch.int16
+    assert torch.equal(micro.routed_experts[~micro.is_padding], experts[[7, 8, 9, 10, 0, 1, 2, 3, 4]])
+    assert (micro.routed_experts[micro.is_padding] == -1).all()
+    assert (build_microbatch(batch, [], sequence_multiple=4, total_multiple=8, pad_token_id=9).routed_experts == torch.full((8, 2, 3), -1)).all()
 
 
 def test_filler_microbatch() -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from otb_megatron.types import Prompt, Response, Sample, Trajectories
+from otb_megatron.types import Prompt, Response, RoutedExperts, Sample, Trajectories
 
 
-def _sample(prompt: tuple[int, ...], response: tuple[int, ...], group: int, reward: float, log_probs: tuple[float, ...] = ()) -> Sample:
-    return Sample(Prompt(0, "test", (), prompt, ""), Response(response, log_probs, "", "stop", 7), group, reward)
+def _sample(
+    prompt: tuple[int, ...], response: tuple[int, ...], group: int, reward: float, log_probs: tuple[float, ...] = (), experts: RoutedExperts | None = None
+) -> Sample:
+    return Sample(Prompt(0, "test", (), prompt, ""), Response(response, log_probs, "", "stop", 7, experts), group, reward)
+
+
+def _experts(num_rows: int, layers: int = 1) -> RoutedExperts:
+    """Row r of layer l chose experts 10 r + l and 200."""
+    rows, numbers = np.arange(num_rows)[:, None], np.arange(layers)[None]
+    return RoutedExperts.of(np.stack([10 * rows + numbers, np.full((num_rows, layers), 200)], axis=-1).astype(np.uint8))
 
 
 def test_flattened_by_hand() -> None:
@@ -22,6 +31,23 @@ def test_flattened_by_hand() -> None:
     assert trajectories.group.tolist() == [3, 1]
     assert trajectories.policy_version.tolist() == [7, 7]
     assert (trajectories.num_samples, trajectories.num_actions) == (2, 4)
+
+
+def test_routed_experts_stand_beside_their_tokens() -> None:
+    """-1 at each sample's last token, which no engine ran, and for a sample without a record."""
+    trajectories = Trajectories.from_samples(
+        [_sample((5, 6), (7,), 0, 0.0, experts=_experts(2)), _sample((4,), (2,), 1, 0.5), _sample((4,), (3,), 1, 0.5, experts=_experts(1))]
+    )
+    assert trajectories.routed_experts is not None
+    assert trajectories.routed_experts.tolist() == [[[0, 200]], [[10, 200]], [[-1, -1]], [[-1, -1]], [[-1, -1]], [[0, 200]], [[-1, -1]]]
+    assert Trajectories.from_samples([_sample((4,), (2,), 1, 0.5)]).routed_experts is None
+
+
+def test_routed_experts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="a sample of 3 tokens came with the routed experts of 3; there must be one less"):
+        Trajectories.from_samples([_sample((5, 6), (7,), 0, 0.0, experts=_experts(3))])
+    with pytest.raises(ValueError, match=r"different models: \[\(1, 2\), \(3, 2\)\]"):
+        Trajectories.from_samples([_sample((5,), (7,), 0, 0.0, experts=_experts(1)), _sample((5,), (7,), 0, 0.0, experts=_experts(1, layers=3))])
 
 
 def test_missing_log_probs_are_never_filled() -> None:
