@@ -25,6 +25,7 @@ class Terms:
 
 class Objective(Protocol):
     optimizer_metrics: ClassVar[str]  # what gradient norm and learning rate are reported under
+    router_metrics: ClassVar[str]  # stands before the names of the routers' metrics
 
     def head(self, model: Model) -> OutputProcessor:
         """What `terms` reads of the model, with the gradients it needs."""
@@ -44,6 +45,7 @@ class PolicyObjective:
     """loss - entropy_coef * entropy + kl_coef * KL(policy, reference), per action."""
 
     optimizer_metrics: ClassVar[str] = "optimizer"
+    router_metrics: ClassVar[str] = ""
 
     loss: str  # a name of LOSSES
     loss_options: dict[str, Any] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class ValueObjective:
     """The critic's clipped squared error, per action."""
 
     optimizer_metrics: ClassVar[str] = "critic"
+    router_metrics: ClassVar[str] = "critic/"
 
     cliprange_value: float
 

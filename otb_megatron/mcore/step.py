@@ -96,7 +96,7 @@ def train_step(model: Model, optimizer: Optimizer, batches: list[tuple[Microbatc
             for name, total in sums.items():
                 metrics.mean(name, float(total), count)
     for name, (total, count) in take_sums(optimizer.chunks).items():  # each rank routes tokens and layers of its own
-        metrics.mean(name, total, count)
+        metrics.mean(objective.router_metrics + name, total, count)
     if model.parallel.is_driver:
         metrics.mean(f"{objective.optimizer_metrics}/grad_norm", grad_norm, 1)
         metrics.mean(f"{objective.optimizer_metrics}/lr", optimizer.learning_rate, 1)

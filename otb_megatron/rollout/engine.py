@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from otb_megatron.types import UserError
+import numpy as np
+
+from otb_megatron.types import RoutedExperts, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class Completion:
     log_probs: tuple[float, ...]
     finish_reason: str | None
     weight_versions: tuple[str, ...]  # one for each stretch of tokens sampled by one set of weights
+    routed_experts: RoutedExperts | None = None  # where the engine was asked for them
 
 
 class Engine:
@@ -28,11 +31,12 @@ class Engine:
     The constructor does nothing: an exception of an actor's constructor reaches the caller as text only.
     """
 
-    def start(self, arguments: dict[str, Any]) -> None:
+    def start(self, arguments: dict[str, Any], *, record_experts: bool = False) -> None:
         """Loads the model.
 
         Args:
             arguments: of vLLM's engine.
+            record_experts: record the experts of every token here, because this vLLM does not return them itself.
 
         Raises:
             UserError: vLLM knows an argument not at all, or refuses its value or the model.
@@ -47,6 +51,9 @@ class Engine:
         except ValueError as error:
             raise UserError(f"vLLM refuses the model or its settings: {error}") from error
         self._holds_update = False  # received whole, not yet switched to
+        self._records_experts = record_experts
+        if record_experts:
+            self._llm.collective_rpc("record_routed_experts")
 
     def generate(self, prompts: list[tuple[int, ...]], seeds: list[int] | None, sampling: dict[str, Any]) -> list[list[Completion]]:
         """Samples for each prompt.
@@ -62,7 +69,8 @@ class Engine:
         fixed = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
         parameters = [SamplingParams(**sampling, **fixed, seed=seed) for seed in seeds or [None] * len(prompts)]
         outputs = self._llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False)
-        return [[_completion(output) for output in request.outputs] for request in outputs]
+        recorded: dict[tuple[int, int], np.ndarray] = self._llm.collective_rpc("take_routed_experts")[0] if self._records_experts else {}
+        return [[_completion(output, recorded.get((int(request.request_id), output.index))) for output in request.outputs] for request in outputs]
 
     def connect(self, connection: dict[str, Any]) -> None:
         """Joins the transfer group; returns once all have joined."""
@@ -118,9 +126,11 @@ def check_known(arguments: dict[str, Any], known: set[str]) -> None:
         raise UserError("\n".join(lines))
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: Any, recorded: np.ndarray | None) -> Completion:
     token_ids = tuple(output.token_ids)
     if tuple(output.logprobs.token_ids) != token_ids:
         raise RuntimeError(f"vLLM gave log-probs of {len(output.logprobs.token_ids)} other tokens than the {len(token_ids)} sampled ones")
     versions = tuple(span.version for span in output.weight_versions or ())
-    return Completion(token_ids, tuple(output.logprobs.logprobs), output.finish_reason, versions)
+    experts = output.routed_experts if recorded is None else recorded
+    record = None if experts is None else RoutedExperts.of(experts)
+    return Completion(token_ids, tuple(output.logprobs.logprobs), output.finish_reason, versions, record)

@@ -43,6 +43,7 @@ REFUSED = {
     "load_format": _OURS,
     "weight_transfer_config": _OURS,
     "worker_extension_cls": _OURS,
+    "enable_return_routed_experts": "set rollout.router_replay",
 }
 """Keys of `rollout.vllm` that cannot be used, with the reason."""
 
@@ -58,6 +59,8 @@ def engine_arguments(config: RolloutConfig, *, model_dir: Path, dtype: str, max_
     refused = [f"  rollout.vllm.{key}: {REFUSED[key]}" for key in config.vllm if key in REFUSED]
     if not on_gpu and config.vllm.get("enable_chunked_prefill"):
         refused.append("  rollout.vllm.enable_chunked_prefill: a seeded prompt cut into chunks crashes vLLM's CPU sampler")
+    if config.router_replay:
+        refused += _no_records(config.vllm, on_gpu)
     if refused:
         raise UserError(f"{len(refused)} argument(s) of vLLM cannot be used:\n" + "\n".join(refused))
     arguments = {
@@ -76,7 +79,22 @@ def engine_arguments(config: RolloutConfig, *, model_dir: Path, dtype: str, max_
     }
     if not on_gpu:
         arguments |= _cpu_defaults(model_dir, dtype, max_model_tokens)
+    if config.router_replay:
+        # On a GPU vLLM returns the experts itself and keeps those of cached prompts; on a CPU they are recorded where they are computed.
+        arguments |= {"enable_return_routed_experts": True} if on_gpu else {"enable_prefix_caching": False}
     return arguments | config.vllm
+
+
+def _no_records(arguments: dict[str, Any], on_gpu: bool) -> list[str]:
+    """Arguments under which an engine cannot tell the experts of every token."""
+    reasons = {"enable_prefix_caching": (False, "vLLM keeps the experts of a token beside its prefix cache")}
+    if not on_gpu:
+        reasons = {
+            "enable_prefix_caching": (True, "on a CPU, experts are recorded where they are computed, and tokens from a cache are not"),
+            "enforce_eager": (False, "on a CPU, experts are recorded in eager mode"),
+        }
+    refused = [(key, value, reason) for key, (value, reason) in reasons.items() if arguments.get(key) is value]
+    return [f"  rollout.vllm.{key}={value}: {reason}; leave it out, or set rollout.router_replay=false" for key, value, reason in refused]
 
 
 def _cpu_defaults(model_dir: Path, dtype: str, max_model_tokens: int) -> dict[str, Any]:

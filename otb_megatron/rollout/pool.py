@@ -84,7 +84,11 @@ class RolloutPool:
             runtime_env={"env_vars": _environment(config, compiles=on_gpu or not arguments["enforce_eager"])},
         )
         self._engines = {f"engine {index}": actor.remote() for index in range(config.num_engines)}
-        calls = {name: engine.start.remote(arguments | {"seed": config.seed + index}) for index, (name, engine) in enumerate(self._engines.items())}
+        record_experts = config.router_replay and not on_gpu  # on a GPU vLLM returns them itself
+        calls = {
+            name: engine.start.remote(arguments | {"seed": config.seed + index}, record_experts=record_experts)
+            for index, (name, engine) in enumerate(self._engines.items())
+        }
         wait_for_all(calls, Deadline(config.start_timeout_s, "rollout.start_timeout_s"), "starting")
         self._sender = WeightSender(
             self._engines,
@@ -150,6 +154,8 @@ class RolloutPool:
         if len(completions) != n:
             raise RuntimeError(f"prompt {prompt.id}: {len(completions)} of {n} responses came")
         token_ids = [list(completion.token_ids) for completion in completions]
+        if self._config.router_replay:
+            check_records(prompt, completions)
         texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [checked_response(prompt.id, completion, text) for completion, text in zip(completions, texts, strict=True)]
 
@@ -209,7 +215,17 @@ def checked_response(prompt_id: int, completion: Completion, text: str) -> Respo
         raise RuntimeError(f"{where} ended with the unknown reason {completion.finish_reason!r}")
     if len(completion.weight_versions) != 1 or not completion.weight_versions[0].isdecimal():
         raise RuntimeError(f"{where} was sampled by weight versions {completion.weight_versions}, not by one that was sent")
-    return Response(completion.token_ids, completion.log_probs, text, completion.finish_reason, int(completion.weight_versions[0]))
+    version = int(completion.weight_versions[0])
+    return Response(completion.token_ids, completion.log_probs, text, completion.finish_reason, version, completion.routed_experts)
+
+
+def check_records(prompt: Prompt, completions: Sequence[Completion]) -> None:
+    """Raises RuntimeError where a token that was computed has no routed experts. The last token of a response never was."""
+    for completion in completions:
+        expected = len(prompt.token_ids) + len(completion.token_ids) - 1
+        found = completion.routed_experts.shape[0] if completion.routed_experts else 0
+        if found != expected:
+            raise RuntimeError(f"prompt {prompt.id}: routed experts of {found} tokens came with a response that has {expected} to replay")
 
 
 def _environment(config: RolloutConfig, *, compiles: bool) -> dict[str, str]:

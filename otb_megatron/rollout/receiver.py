@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -18,6 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from otb_megatron.rollout.routing import RoutingRecorder
 from otb_megatron.rollout.transfer import BACKEND, TensorMetadata, TransferGroup, buckets
 
 
@@ -146,7 +148,16 @@ def _repack(tied_heads: list[ParallelLMHead]) -> None:
 
 
 class WorkerExtension:
-    """Named as vLLM's `worker_extension_cls`, which makes each worker process import this module. It adds nothing itself."""
+    """Named as vLLM's `worker_extension_cls`: each worker process imports this module, and its worker has these methods."""
+
+    def record_routed_experts(self) -> None:
+        """Starts recording, on the first of an engine's workers, which all compute the same tokens."""
+        if self.rank == 0:  # type: ignore[attr-defined]
+            self._routing_recorder = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
+
+    def take_routed_experts(self) -> dict[tuple[int, int], np.ndarray]:
+        """(request, response) -> [tokens, layers, experts per token], of all sequences since the last call; nothing on other workers."""
+        return self._routing_recorder.take() if self.rank == 0 else {}  # type: ignore[attr-defined]
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from otb_megatron.types import Prompt, Response, Sample, UserError
+from otb_megatron.types import Prompt, Response, RoutedExperts, Sample, UserError
 
 
 def save_rollouts(directory: Path, step: int, samples: Sequence[Sample]) -> Path:
@@ -26,6 +27,8 @@ def save_rollouts(directory: Path, step: int, samples: Sequence[Sample]) -> Path
     lines: list[dict[str, Any]] = [{"step": step, "num_samples": len(samples), "prompts": [dataclasses.asdict(prompt) for prompt in prompts]}]
     for sample in samples:
         response = dataclasses.asdict(sample.response)
+        if experts := response["routed_experts"]:
+            experts["data"] = base64.b64encode(experts["data"]).decode()
         lines.append({"prompt": index[id(sample.prompt)], "group": sample.group, "reward": sample.reward, "response": response})
     try:
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -75,4 +78,6 @@ def _prompt(values: dict[str, Any]) -> Prompt:
 
 
 def _response(values: dict[str, Any]) -> Response:
-    return Response(**values | {"token_ids": tuple(values["token_ids"]), "log_probs": tuple(values["log_probs"])})
+    experts = values.get("routed_experts")  # a dense model has none
+    record = experts and RoutedExperts(experts["dtype"], tuple(experts["shape"]), base64.b64decode(experts["data"]))
+    return Response(**values | {"token_ids": tuple(values["token_ids"]), "log_probs": tuple(values["log_probs"]), "routed_experts": record})

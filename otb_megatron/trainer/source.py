@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from otb_megatron.rollout.recording import load_rollouts, save_rollouts
 from otb_megatron.rollout.transfer import TensorMetadata
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.telemetry.timing import PhaseTimer
-from otb_megatron.types import Prompt, Response, Sample
+from otb_megatron.types import Prompt, Response, Sample, UserError
 
 
 class Source(Protocol):
@@ -91,7 +92,15 @@ class Recording:
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         self.order.next(self._config.data.prompts_per_step)
         with timer.phase("rollout"):
-            return load_rollouts(self._directory, step)
+            samples = load_rollouts(self._directory, step)
+        if not self._config.rollout.router_replay:
+            return [dataclasses.replace(sample, response=dataclasses.replace(sample.response, routed_experts=None)) for sample in samples]
+        if missing := sum(sample.response.routed_experts is None for sample in samples):
+            raise UserError(
+                f"rollout.router_replay=true, but {missing} of {len(samples)} samples of step {step} in {self._directory} were recorded without it; "
+                "set it to false or record the samples again"
+            )
+        return samples
 
 
 class Demonstrations:

@@ -39,11 +39,15 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     collect(faults, lambda: data_parallel_size(config.parallel, world_size))
     if model is not None:
         collect(faults, lambda: _check_model(config, model))
+        if config.rollout.router_replay and not model.is_moe:
+            faults.append(f"rollout.router_replay=true, but {model.path} is a dense model, which routes nothing; leave it out")
     collect(faults, lambda: _check_critic(config, task, model))
     collect(faults, lambda: _check_loss(config, task))
     if task == "sft":
         if config.algorithm.kl_coef or config.algorithm.rollout_correction != "none":
             faults.append("algorithm.kl_coef and algorithm.rollout_correction have no part in `sft`; leave them out")
+        if config.rollout.router_replay:
+            faults.append("rollout.router_replay has no part in `sft`, whose demonstrations no engine sampled; leave it out")
     else:
         collect(faults, lambda: _check_advantage(config))
         if config.rollout.replay_dir is None:

@@ -69,6 +69,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2", "megatron.overlap_p2p_comm=false"],
         ["megatron.overlap_p2p_comm=False", "wrong gradients"],
     ),
+    "router replay of a dense model": (["rollout.router_replay=true"], ["rollout.router_replay=true", "dense model"]),
     "no model": (["model.path=nowhere"], ["model.path=nowhere", "no config.json"]),
     "no recording": (["rollout.replay_dir=nowhere"], ["rollout.replay_dir=nowhere", "rollout.save=true"]),
     "no verifier": (["rollout.replay_dir=null", "rewards.function=math_verfy"], ["rewards.function='math_verfy'", "'math_verify'"]),
@@ -85,6 +86,27 @@ def test_one_clear_message(case: str, values: dict[str, Any], tmp_path: Path, ca
     for part in parts:
         assert part in told
     assert "Traceback" not in told
+
+
+def test_settings_of_experts_that_compute_otherwise(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All at once, each with its reason; a recording without routed experts is found out when it is read."""
+    make_model(tmp_path / "moe", "qwen3_moe")
+    values["model"]["path"] = str(tmp_path / "moe")
+    refused = {
+        "moe_token_dispatcher_type": ("allgather", "equal numbers of tokens"),
+        "moe_router_load_balancing_type": ("sinkhorn", "others than vLLM's"),
+        "moe_expert_capacity_factor": (1.5, "drops tokens"),
+        "moe_enable_routing_replay": (True, "set rollout.router_replay"),
+        "moe_router_fusion": (True, "takes no recorded choice"),
+    }
+    overrides = [f"megatron.{key}={value}" for key, (value, _) in refused.items()]
+    assert cli.main(["train", _file(tmp_path, values), "rollout.router_replay=true", *overrides]) == 2
+    told = capsys.readouterr().err.splitlines()
+    for key, (value, reason) in refused.items():
+        (line,) = [line for line in told if f"megatron.{key}={value!r}" in line]
+        assert reason in line
+    assert cli.main(["train", _file(tmp_path, values), "rollout.router_replay=true"]) == 2
+    assert "15 of 15 samples of step 1" in capsys.readouterr().err
 
 
 def test_malformed_rows_all_at_once_with_their_lines(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,23 @@ def test_arguments_of_the_user_win_over_defaults(tmp_path: Path):
     assert (chosen["max_model_len"], chosen["enforce_eager"], chosen["gpu_memory_utilization"]) == (256, False, 0.5)
 
 
+def test_router_replay_asks_vllm_on_a_gpu_and_records_on_a_cpu(tmp_path: Path):
+    """vLLM's records lie beside its prefix cache; ours are made where a token is computed, so nothing may come from a cache."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+
+    def chosen(on_gpu: bool, **vllm: Any) -> dict[str, Any]:
+        config = RolloutConfig(router_replay=True, vllm=vllm)
+        return engine_arguments(config, model_dir=tmp_path, dtype="bfloat16", max_model_tokens=300, load_weights=True, on_gpu=on_gpu)
+
+    assert chosen(True)["enable_return_routed_experts"] is True and "enable_prefix_caching" not in chosen(True)
+    assert chosen(False)["enable_prefix_caching"] is False and "enable_return_routed_experts" not in chosen(False)
+    for on_gpu, refused in ((True, {"enable_prefix_caching": False}), (False, {"enable_prefix_caching": True}), (False, {"enforce_eager": False})):
+        with pytest.raises(UserError, match=f"rollout.vllm.{next(iter(refused))}=.*rollout.router_replay=false"):
+            chosen(on_gpu, **refused)
+    with pytest.raises(UserError, match="enable_return_routed_experts: set rollout.router_replay"):
+        arguments(tmp_path, enable_return_routed_experts=True)
+
+
 def test_a_gpu_keeps_the_defaults_of_vllm(tmp_path: Path):
     assert not arguments(tmp_path, on_gpu=True).keys() & {"enforce_eager", "kv_cache_memory_bytes", "enable_chunked_prefill", "max_num_batched_tokens"}
 

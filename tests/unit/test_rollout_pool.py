@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from otb_megatron.rollout.cluster import enter, free_gpus
 from otb_megatron.rollout.engine import Completion
-from otb_megatron.rollout.pool import _prompt_seed, checked_response
-from otb_megatron.types import Response, UserError
+from otb_megatron.rollout.pool import _prompt_seed, check_records, checked_response
+from otb_megatron.types import Prompt, Response, RoutedExperts, UserError
 
 COMPLETION = Completion(token_ids=(5, 1), log_probs=(-0.5, -0.25), finish_reason="stop", weight_versions=("12",))
 
@@ -35,6 +36,20 @@ def test_a_whole_answer_becomes_a_response():
 def test_nothing_missing_is_filled_in(change, message: str):
     with pytest.raises(RuntimeError, match=message):
         checked_response(7, dataclasses.replace(COMPLETION, **change), "x")
+
+
+def test_every_token_that_was_computed_has_routed_experts():
+    """Three prompt and two response tokens; the last one was drawn and never computed."""
+    prompt = Prompt(7, "test", (), (4, 5, 6), "")
+
+    def answered(num_rows: int) -> Completion:
+        return dataclasses.replace(COMPLETION, routed_experts=RoutedExperts.of(np.zeros((num_rows, 2, 2), np.uint8)))
+
+    check_records(prompt, [answered(4)])
+    assert checked_response(7, answered(4), "x").routed_experts == RoutedExperts("uint8", (4, 2, 2), b"\0" * 16)
+    for completion, found in ((answered(3), 3), (answered(5), 5), (COMPLETION, 0)):
+        with pytest.raises(RuntimeError, match=f"prompt 7: routed experts of {found} tokens came with a response that has 4 to replay"):
+            check_records(prompt, [answered(4), completion])
 
 
 def test_seeds_of_prompts_lie_apart():

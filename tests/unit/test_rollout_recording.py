@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from otb_megatron.rollout.recording import load_rollouts, save_rollouts
-from otb_megatron.types import Prompt, Response, Sample, UserError
+from otb_megatron.types import Prompt, Response, RoutedExperts, Sample, UserError
 
 PROMPT = Prompt(
     id=7,
@@ -22,15 +22,17 @@ PROMPT = Prompt(
     extra_info={"split": "train", "index": 7},
     demonstration="3",
 )
+EXPERTS = RoutedExperts.of(np.arange(4 * 3 * 2, dtype=np.uint16).reshape(4, 3, 2) * 2700)  # up to 62100, above any signed 16-bit number
 SAMPLES = [
     Sample(PROMPT, Response((8, 9, 1), (-0.125, float(np.float32(-1e-38)), -87.0), "34", "stop", 12), group=0, reward=1.0),
     Sample(PROMPT, Response((8,), (-2.0,), "\ud83d", "length", 12), group=0, reward=-0.1),
     Sample(Prompt(9, "x", (), (4,), "a"), Response((1,), (), "", "abort", 11), group=1, reward=0.0),
+    Sample(PROMPT, Response((8, 1), (-2.0, -1.0), "", "stop", 12, EXPERTS), group=0, reward=0.0),
 ]
 
 
 def test_round_trip(tmp_path: Path):
-    """All fields, line separators inside a text, a lone surrogate, empty log-probs; each prompt is one object again."""
+    """All fields, line separators inside a text, a lone surrogate, empty log-probs, routed experts; each prompt is one object again."""
     path = save_rollouts(tmp_path / "rollouts", 3, SAMPLES)
     loaded = load_rollouts(tmp_path / "rollouts", 3)
     assert path == tmp_path / "rollouts" / "step-000003.jsonl"
@@ -60,14 +62,14 @@ def test_a_missing_step_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: "".join(text.splitlines(keepends=True)[:-1]), "announces 3 samples of step 0 and holds 2"),
+        (lambda text: "".join(text.splitlines(keepends=True)[:-1]), "announces 4 samples of step 0 and holds 3"),
         (lambda text: text[:-20], "no recording of samples: JSONDecodeError"),
         (lambda text: "", "no recording of samples: ValueError"),
         (lambda text: text.replace('"num_samples"', '"samples"'), "no recording of samples: KeyError: 'num_samples'"),
         (lambda text: text.replace('"prompt": 1', '"prompt": 5'), "no recording of samples: IndexError"),
         (lambda text: text.replace('"group": 1', '"grp": 1'), "no recording of samples: KeyError: 'group'"),
         (lambda text: text.replace("[-0.125, ", "["), "a response of 3 tokens came with 2 log-probs"),
-        (lambda text: text.replace('"step": 0', '"step": 1'), "samples of step 1 and holds 3 of step 0"),
+        (lambda text: text.replace('"step": 0', '"step": 1'), "samples of step 1 and holds 4 of step 0"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, damage, message: str):
