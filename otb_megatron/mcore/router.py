@@ -77,11 +77,11 @@ class PackRouting:
     experts: Tensor | None  # int16 [rows, layers, experts per token]; -1: the router's own choice
 
     @classmethod
-    def of(cls, microbatch: Microbatch, rows: Tensor, device: torch.device) -> PackRouting:
-        """rows: int64 [rows], where this rank's tokens stand in the microbatch."""
+    def of(cls, microbatch: Microbatch, rows: Tensor, device: torch.device, *, replays: bool) -> PackRouting:
+        """rows: int64 [rows], where this rank's tokens stand in the microbatch; replays: whether recorded experts are used."""
         lengths = microbatch.cu_seqlens.diff()
         sequence = torch.arange(lengths.numel()).repeat_interleave(lengths)[rows]
-        experts = microbatch.routed_experts
+        experts = microbatch.routed_experts if replays else None
         return cls(
             microbatch.is_padding[rows].to(device),
             sequence.to(device),

@@ -139,7 +139,7 @@ def _pack_routing(model: Model, microbatch: Microbatch, pack: PackedSequences) -
     rows, parallel = pack.local_rows, model.parallel
     if model.config.sequence_parallel:
         rows = rows.chunk(parallel.groups.tp.size())[parallel.tp_rank]
-    return PackRouting.of(microbatch, rows, parallel.device)
+    return PackRouting.of(microbatch, rows, parallel.device, replays=not model.is_critic)  # the sampler recorded the policy's experts
 
 
 def _run_schedule(model: Model, chunks: list[Any], forward: Any, batches: list[Any], *, forward_only: bool) -> list[Any]:
