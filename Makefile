@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-distributed test-e2e lint lock docs gpu-check clean
+.PHONY: help setup quickstart test test-unit test-distributed test-e2e test-layouts lint lock docs gpu-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: $(INSTALLED) ## Run every test that needs no GPU (PYTEST_ARGS=... is passe
 
 test-unit test-distributed test-e2e: test-%: $(INSTALLED)
 	$(BIN)/python -m pytest tests/$* $(PYTEST_ARGS)
+
+test-layouts: $(INSTALLED) ## Train in every parallel layout and write the differences into docs/parallelism.md (5 to 10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.layouts
 
 lint: $(INSTALLED) ## Check style: ruff on Python, shellcheck on shell scripts
 	$(BIN)/ruff check .

@@ -23,14 +23,15 @@ _DIMENSIONS = dict(
     eos_token_id=1,
     pad_token_id=0,
 )
+_EIGHT_HEADS = dict(head_dim=32, num_attention_heads=8, num_key_value_heads=4)  # for tensor parallelism of 4
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, router_aux_loss_coef=0.0)
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_DIMENSIONS, head_dim=32),
     "qwen2": Qwen2Config(**_DIMENSIONS),
     "qwen3": Qwen3Config(**_DIMENSIONS, head_dim=32),
-    "qwen3_tied": Qwen3Config(**_DIMENSIONS, head_dim=32, tie_word_embeddings=True),
-    "qwen3_moe": Qwen3MoeConfig(**_DIMENSIONS, head_dim=32, **_MOE),
+    "qwen3_tied": Qwen3Config(**_DIMENSIONS | _EIGHT_HEADS, tie_word_embeddings=True),
+    "qwen3_moe": Qwen3MoeConfig(**_DIMENSIONS | _EIGHT_HEADS, **_MOE),
     "qwen3_moe_unnormalised": Qwen3MoeConfig(**_DIMENSIONS, head_dim=32, **_MOE | {"norm_topk_prob": False}),
 }
 

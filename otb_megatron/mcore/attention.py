@@ -1,11 +1,13 @@
 """Packed causal attention and rotary embedding for layer specs without Transformer Engine.
 
 Sequences of a pack attend to themselves only. Instead of a [tokens, tokens] mask, sequences of similar length are put
-side by side as a batch, so that the cost is that of the sequences and not of the pack squared.
+side by side as a batch, so that the cost is that of the sequences and not of the pack squared. The shape in which a sequence
+is computed depends on its own length alone, and so does every bit of its result: a neighbour in the pack changes nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,18 +24,69 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from otb_megatron.mcore.platform import uses_transformer_engine
-from otb_megatron.ops.context_parallel import local_rows
+from otb_megatron.ops.context_parallel import local_rows, sequence_order
 from otb_megatron.types import Microbatch
+
+LENGTHS_PER_OCTAVE = 4  # at most a fifth of a batch is padding, and a pack of ordinary lengths has some twenty batches
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Sequences of similar length, side by side. Padding repeats row 0 and is never read back."""
+    """Sequences of similar length, side by side."""
 
-    query_rows: Tensor  # int64 [sequences, queries] rows of this rank's queries
-    key_rows: Tensor  # int64 [sequences, keys] rows of the gathered keys and values
+    num_sequences: int
+    num_queries: int  # per sequence, padding included
+    num_keys: int
     visible: Tensor | None  # bool [sequences, 1, queries, keys]; None where plain causal order says it all
-    kept: Tensor  # bool [sequences, queries], False for padding
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How the rows of a pack become the batches' rows, and back. Padding repeats row 0 and is never read back."""
+
+    batches: list[AttentionBatch]
+    query_rows: Tensor  # int64 [queries of all batches], rows of this rank's queries
+    key_rows: Tensor  # int64 [keys of all batches], rows of the gathered keys and values
+    attended_rows: Tensor  # int64 [tokens / cp], where each of this rank's rows stands among the queries of all batches
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, cp_size: int, cp_rank: int, device: torch.device) -> AttentionPlan:
+        """cu_seqlens int32 [sequences + 1], padded and of the whole pack."""
+        bounds = cu_seqlens.tolist()
+        # Keys arrive gathered rank after rank; find where each row of the whole pack stands among them.
+        row_of_position = sequence_order(cu_seqlens, cp_size)
+        position = local_rows(cu_seqlens, cp_size, cp_rank)  # in the pack, of each of this rank's rows
+        by_length: dict[int, list[int]] = {}
+        for sequence, (first, last) in enumerate(itertools.pairwise(bounds)):
+            by_length.setdefault(batch_length((last - first) // cp_size), []).append(sequence)
+        batches, query_rows, key_rows, kept = [], [], [], []
+        for num_queries, sequences in sorted(by_length.items()):
+            num_keys = num_queries * cp_size
+            queries = torch.zeros(len(sequences), num_queries, dtype=torch.int64)
+            keys = torch.zeros(len(sequences), num_keys, dtype=torch.int64)
+            order = torch.zeros(len(sequences), num_queries, dtype=torch.int64)  # each query's position in its sequence
+            own = torch.zeros(len(sequences), num_queries, dtype=torch.bool)
+            for i, sequence in enumerate(sequences):
+                first, last = bounds[sequence], bounds[sequence + 1]
+                rows = torch.arange(first // cp_size, last // cp_size)
+                queries[i, : rows.numel()], own[i, : rows.numel()] = rows, True
+                order[i, : rows.numel()] = position[rows] - first
+                keys[i, : last - first] = row_of_position[first:last]
+            # Padding keys lie behind every real query, and a padding query sees key 0, so no row is empty.
+            visible = (order[:, :, None] >= torch.arange(num_keys))[:, None].to(device) if cp_size > 1 else None
+            batches.append(AttentionBatch(len(sequences), num_queries, num_keys, visible))
+            query_rows.append(queries.flatten())
+            key_rows.append(keys.flatten())
+            kept.append(own.flatten())
+        all_queries = torch.cat(query_rows)
+        at = torch.cat(kept).nonzero().flatten()
+        return cls(batches, all_queries.to(device), torch.cat(key_rows).to(device), at[all_queries[at].argsort()].to(device))
+
+
+def batch_length(length: int) -> int:
+    """The next of a few fixed lengths, LENGTHS_PER_OCTAVE between a power of two and the next: 1 ... 8, 10, 12, 14, 16, 20, ..."""
+    step = max(1, 2 ** (length - 1).bit_length() // (2 * LENGTHS_PER_OCTAVE))
+    return -(-length // step) * step
 
 
 @dataclass
@@ -42,14 +95,11 @@ class PackedSequences(PackedSeqParams):
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0))  # int64 [padded_tokens], whole sequences
     local_rows: Tensor = field(default_factory=lambda: torch.empty(0))  # int64 [tokens / cp], rows of the whole pack that this rank holds
-    attention_batches: list[AttentionBatch] = field(default_factory=list)
-    attended_rows: Tensor = field(default_factory=lambda: torch.empty(0))  # int64 [tokens / cp], where each row stands in the batches' kept rows
+    attention: AttentionPlan | None = None  # None with Transformer Engine, whose attention needs no plan
 
     @classmethod
     def of(cls, microbatch: Microbatch, cp_size: int, cp_rank: int, device: torch.device) -> PackedSequences:
         offsets = microbatch.cu_seqlens.to(device)
-        own_attention = not uses_transformer_engine()
-        batches = _attention_batches(microbatch.cu_seqlens, cp_size, cp_rank, device) if own_attention else []
         return cls(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -60,47 +110,8 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=microbatch.max_seqlen,
             position_ids=microbatch.position_ids.to(device),
             local_rows=local_rows(microbatch.cu_seqlens, cp_size, cp_rank),
-            attention_batches=batches,
-            attended_rows=torch.cat([batch.query_rows[batch.kept] for batch in batches]).argsort() if own_attention else torch.empty(0),
+            attention=None if uses_transformer_engine() else AttentionPlan.of(microbatch.cu_seqlens, cp_size, cp_rank, device),
         )
-
-
-def _attention_batches(cu_seqlens: Tensor, cp_size: int, cp_rank: int, device: torch.device) -> list[AttentionBatch]:
-    """Groups the pack's sequences by length: a group's longest is less than twice its shortest, so under half of a batch is padding."""
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-    # Keys arrive gathered rank after rank; find where each row of the whole pack stands among them.
-    gathered = torch.cat([local_rows(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
-    row_of_position = torch.empty_like(gathered)
-    row_of_position[gathered] = torch.arange(gathered.numel())
-    own = local_rows(cu_seqlens, cp_size, cp_rank)  # position in the pack of each of this rank's rows
-    own_offsets = (cu_seqlens // cp_size).tolist()
-    groups: dict[int, list[int]] = {}
-    for sequence, length in enumerate(lengths):
-        groups.setdefault(length.bit_length(), []).append(sequence)
-    return [
-        _attention_batch([(int(cu_seqlens[s]), lengths[s], own_offsets[s]) for s in sequences], own, row_of_position, cp_size, device)
-        for _, sequences in sorted(groups.items())
-    ]
-
-
-def _attention_batch(sequences: list[tuple[int, int, int]], own: Tensor, row_of_position: Tensor, cp_size: int, device: torch.device) -> AttentionBatch:
-    longest = max(length for _, length, _ in sequences)
-    num_queries = longest // cp_size
-    query_rows = torch.zeros(len(sequences), num_queries, dtype=torch.int64)
-    key_rows = torch.zeros(len(sequences), longest, dtype=torch.int64)
-    kept = torch.zeros(len(sequences), num_queries, dtype=torch.bool)
-    query_position = torch.zeros(len(sequences), num_queries, dtype=torch.int64)
-    for i, (start, length, own_start) in enumerate(sequences):
-        count = length // cp_size
-        query_rows[i, :count] = torch.arange(own_start, own_start + count)
-        query_position[i, :count] = own[own_start : own_start + count] - start
-        kept[i, :count] = True
-        key_rows[i, :length] = row_of_position[start : start + length]
-    visible = None
-    if cp_size > 1:
-        # Padding keys lie behind every real query, and a padding query sees key 0, so no row is empty.
-        visible = (query_position[:, :, None] >= torch.arange(longest))[:, None].to(device)
-    return AttentionBatch(query_rows.to(device), key_rows.to(device), visible, kept.to(device))
 
 
 class PackedDotProductAttention(MegatronModule):
@@ -139,30 +150,29 @@ class PackedDotProductAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
         """query [tokens / cp, heads, d], key and value [tokens / cp, groups, d] -> [tokens / cp, heads d]."""
-        assert isinstance(packed_seq_params, PackedSequences), "the local attention works on packed sequences only"
+        assert isinstance(packed_seq_params, PackedSequences) and packed_seq_params.attention is not None, "the local attention works on packed sequences only"
+        plan = packed_seq_params.attention
         if self.cp_group.size() > 1:
             both = gather_from_sequence_parallel_region(torch.cat([key, value], -1).contiguous(), group=self.cp_group)
             key, value = both.split([key.size(-1), value.size(-1)], -1)
-        attended = [self._attend(query, key, value, batch) for batch in packed_seq_params.attention_batches]
-        return torch.cat(attended).index_select(0, packed_seq_params.attended_rows)
+        # One gather of rows for all batches: the backward pass of each makes a gradient of the size of the pack.
+        q = query.index_select(0, plan.query_rows).split([batch.num_sequences * batch.num_queries for batch in plan.batches])
+        k, v = (x.index_select(0, plan.key_rows).split([batch.num_sequences * batch.num_keys for batch in plan.batches]) for x in (key, value))
+        attended = [self._attend(*rows) for rows in zip(q, k, v, plan.batches, strict=True)]
+        return torch.cat(attended).index_select(0, plan.attended_rows)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch) -> Tensor:
-        """-> [kept rows of the batch, heads d]."""
-        q = _side_by_side(query, batch.query_rows)  # [sequences, heads, queries, d]
-        k, v = (_side_by_side(x, batch.key_rows) for x in (key, value))
+        """query [sequences queries, heads, d], key and value [sequences keys, groups, d] -> [sequences queries, heads d]."""
+        q = query.unflatten(0, (batch.num_sequences, batch.num_queries)).transpose(1, 2)  # [sequences, heads, queries, d]
+        k, v = (x.unflatten(0, (batch.num_sequences, batch.num_keys)).transpose(1, 2) for x in (key, value))
         output = F.scaled_dot_product_attention(
             q, k, v, attn_mask=batch.visible, is_causal=batch.visible is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
         )
-        return output.transpose(1, 2)[batch.kept].flatten(1)
+        return output.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """No parameters, so nothing to save."""
         return {}
-
-
-def _side_by_side(rows: Tensor, index: Tensor) -> Tensor:
-    """rows [rows, heads, d], index [sequences, length] -> [sequences, heads, length, d]."""
-    return rows.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
