@@ -69,6 +69,14 @@ class OptimizerConfig(Section):
     """Bound of the global gradient norm; 0 for none."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
+    optimizer_offload_fraction: float = Field(0.0, ge=0, le=1)
+    """Share of the optimizer's state and of its update that lives in host memory. Needs a GPU and `use_distributed_optimizer`."""
+
+    @model_validator(mode="after")
+    def _offload_is_of_the_distributed_optimizer(self) -> OptimizerConfig:
+        if self.optimizer_offload_fraction and not self.use_distributed_optimizer:
+            raise ValueError("`optimizer_offload_fraction` > 0 needs `use_distributed_optimizer: true`")
+        return self
 
 
 class SourceConfig(Section):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_submodules
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from otb_megatron.config import Config
 from otb_megatron.mcore.attention import PackedDotProductAttention, PackedRotaryEmbedding
+from otb_megatron.mcore.experts import give_enough_rows
 from otb_megatron.mcore.head import ValueLayer
 from otb_megatron.mcore.norm import RMSNorm
 from otb_megatron.mcore.parallel import Parallel
@@ -26,6 +28,34 @@ from otb_megatron.mcore.platform import uses_transformer_engine
 from otb_megatron.mcore.router import refused_settings, use_packed_router
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel, Rule
+
+_ANOTHER_MODEL = "makes another model than the config.json that the engines sample from"
+_NEIGHBOURS = "lets the result of a token depend on what else is in its microbatch, or on chance"
+_OTHER_STEP = "needs another training step, schedule or set of process groups than this one"
+# What Megatron-Core accepts and then computes wrongly or differently here, by the reason. A field at its default is nothing to refuse.
+_REFUSED = {
+    **dict.fromkeys(
+        """softmax_scale softmax_type window_size window_attn_skip_freq multi_latent_attention experimental_attention_variant linear_attention_freq
+        attention_output_gate qk_l2_norm qk_clip no_rope_freq rotary_interleaved mrope_section layernorm_zero_centered_gamma
+        apply_residual_connection_post_layernorm glu_linear_offset activation_func_clamp_value use_mup mtp_num_layers moe_latent_size
+        moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_apply_probs_on_input moe_router_topk_limited_devices
+        moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_score_function moe_router_pre_softmax
+        moe_router_enable_expert_bias heterogeneous_block_specs is_hybrid_model""".split(),
+        _ANOTHER_MODEL,
+    ),
+    **dict.fromkeys(
+        """moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity moe_token_dropping moe_input_jitter_eps
+        moe_router_force_load_balancing moe_router_force_biased""".split(),
+        _NEIGHBOURS,
+    ),
+    **dict.fromkeys(
+        """num_microbatches_with_partial_activation_checkpoints overlap_moe_expert_parallel_comm delay_wgrad_compute defer_embedding_wgrad_compute
+        hybrid_context_parallel max_seqlen_per_dp_cp_rank hierarchical_context_parallel_sizes microbatch_group_size_per_vp_stage
+        tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards gtp_weight_remat_size expert_gtp_weight_remat_size
+        pipeline_model_parallel_comm_backend use_ring_exchange_p2p cuda_graph_impl enable_cuda_graph external_cuda_graph""".split(),
+        _OTHER_STEP,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -64,9 +94,16 @@ def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfi
     settings = _settings(config, hf)
     _check_megatron_section(config, settings)
     try:
-        return TransformerConfig(**settings | _choices() | config.megatron)
+        built = TransformerConfig(**settings | _choices() | config.megatron)
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"Megatron-Core refuses the configuration: {error}") from error
+    if built.virtual_pipeline_model_parallel_size != config.parallel.virtual_pipeline_model_parallel_size:
+        # Megatron-Core counts the stages of the layout itself, and would then run the ones that nobody built.
+        raise UserError(
+            f"megatron.pipeline_model_parallel_layout has {built.virtual_pipeline_model_parallel_size} virtual stages a rank; set "
+            f"parallel.virtual_pipeline_model_parallel_size={built.virtual_pipeline_model_parallel_size}"
+        )
+    return built
 
 
 def _settings(config: Config, hf: HuggingFaceModel) -> dict[str, Any]:
@@ -121,7 +158,7 @@ def _choices() -> dict[str, Any]:
 
 
 def _check_megatron_section(config: Config, settings: dict[str, Any]) -> None:
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     faults = []
     for key, value in config.megatron.items():
         if key in type(config.parallel).model_fields:
@@ -131,6 +168,12 @@ def _check_megatron_section(config: Config, settings: dict[str, Any]) -> None:
                 faults.append(f"megatron.{key}={value!r}: with virtual pipeline stages Megatron-Core then computes wrong gradients; leave it out")
         elif key in settings:
             faults.append(f"megatron.{key}={value!r}: follows from the model and the other sections ({settings[key]!r}); leave it out")
+        elif key in _REFUSED and value != known[key]:
+            faults.append(f"megatron.{key}={value!r}: {_REFUSED[key]}; leave it out")
+        elif key == "moe_router_load_balancing_type" and value == "sinkhorn":
+            faults.append(f"megatron.{key}={value!r}: {_NEIGHBOURS}; use aux_loss, seq_aux_loss, global_aux_loss or none")
+        elif key == "tp_comm_overlap" and value and config.megatron.get("deterministic_mode"):
+            faults.append("megatron.tp_comm_overlap=True does not compute the same bits twice; leave it or megatron.deterministic_mode out")
         elif key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             faults.append(f"megatron.{key}: TransformerConfig has no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
@@ -142,7 +185,7 @@ def _check_megatron_section(config: Config, settings: dict[str, Any]) -> None:
 
 def sets_stage_layers(key: str) -> bool:
     """Whether a TransformerConfig field gives pipeline stages unequal numbers of layers."""
-    return key.startswith("num_layers_in_") or key == "pipeline_model_parallel_layout"
+    return key.startswith(("num_layers_in_", "account_for_")) or key == "pipeline_model_parallel_layout"
 
 
 def check_divisible(config: Config, hf: HuggingFaceModel) -> None:
@@ -150,7 +193,7 @@ def check_divisible(config: Config, hf: HuggingFaceModel) -> None:
     settings = hf.architecture.settings(hf.config)
     tp = config.parallel.tensor_model_parallel_size
     stages = config.parallel.pipeline_model_parallel_size * (config.parallel.virtual_pipeline_model_parallel_size or 1)
-    uneven = any(sets_stage_layers(key) for key in config.megatron)
+    uneven = any(value and sets_stage_layers(key) for key, value in config.megatron.items())
     checks = [
         ("num_attention_heads", settings["num_attention_heads"], "parallel.tensor_model_parallel_size", tp),
         ("num_key_value_heads", settings["num_query_groups"], "parallel.tensor_model_parallel_size", tp),
@@ -197,6 +240,11 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel, *, is_
                 use_cpu_initialization=megatron.use_cpu_initialization,
                 cp_group=parallel.groups.cp,
             )
+            if not torch.cuda.is_available():
+                for module in chunk.modules():
+                    if isinstance(module, SequentialMLP):
+                        for expert in module.local_experts:
+                            give_enough_rows(expert)
         if is_critic and chunk.post_process:
             # GPTModel always makes an output layer over the vocabulary; it is freed here, before gradients and optimizer state are made for it.
             chunk.output_layer = ValueLayer(megatron)

@@ -34,10 +34,40 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self) -> float:
-        """The k-th update runs at the schedule's k-th rate, with gradient clipping. Returns the global gradient norm before clipping."""
-        self.schedule.step(1)  # before the update: at its start the schedule stands at 0, which under warm-up is a rate of zero
-        _, grad_norm, _ = self.megatron.step()
-        return float(grad_norm)
+        """The k-th update runs at the schedule's k-th rate, with gradient clipping. Returns the global gradient norm before clipping.
+
+        A gradient of zero is no update, and nothing moves: neither weights, which Adam would still change by its momentum and weight
+        decay, nor moments nor schedule.
+        """
+        self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())
+        if grad_norm != 0.0:
+            self.schedule.step(1)  # before the update: at its start the schedule stands at 0, which under warm-up is a rate of zero
+            self.megatron.step()
+        return grad_norm
+
+
+def megatron_optimizer_config(settings: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    """Megatron-Core's configuration of the optimizer for parameters of `dtype`."""
+    offloads = settings.optimizer_offload_fraction > 0
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        clip_grad=settings.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=settings.use_distributed_optimizer,
+        optimizer_cpu_offload=offloads,
+        optimizer_offload_fraction=settings.optimizer_offload_fraction,
+        # The optimizer on two devices keeps the float32 weights itself, which Megatron-Core asks for by this name.
+        use_precision_aware_optimizer=offloads,
+        overlap_cpu_optimizer_d2h_h2d=offloads,
+    )
 
 
 def build_optimizer(model: Model, settings: OptimizerConfig, num_steps: int) -> Optimizer:
@@ -58,22 +88,7 @@ def build_optimizer(model: Model, settings: OptimizerConfig, num_steps: int) -> 
         for number, chunk in enumerate(model.wrapped_chunks())
     ]
     optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
-            adam_eps=settings.adam_eps,
-            clip_grad=settings.clip_grad,
-            bf16=model.config.bf16,
-            params_dtype=model.config.params_dtype,
-            use_distributed_optimizer=settings.use_distributed_optimizer,
-        ),
-        chunks,
-        use_gloo_process_groups=torch.cuda.is_available(),
-        pg_collection=groups,
+        megatron_optimizer_config(settings, model.config.params_dtype), chunks, use_gloo_process_groups=torch.cuda.is_available(), pg_collection=groups
     )
     num_steps = settings.lr_decay_steps or num_steps
     schedule = OptimizerParamScheduler(

@@ -83,8 +83,14 @@ def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
     return world_size // model_parallel_size
 
 
-def start_parallel(config: ParallelConfig, *, seed: int, deadline_s: float) -> Parallel:
-    """Joins the process group (NCCL on GPUs, gloo without) and makes every parallel group. Collective over the world."""
+def start_parallel(config: ParallelConfig, *, seed: int, deadline_s: float, deterministic: bool = False) -> Parallel:
+    """Joins the process group (NCCL on GPUs, gloo without) and makes every parallel group. Collective over the world.
+
+    Args:
+        deterministic: make every run of the same program on the same ranks give the same bits; slower.
+    """
+    if deterministic:
+        _compute_deterministically()
     rank, world_size = world()
     data_parallel_size(config, world_size)
     deadline = timedelta(seconds=deadline_s)
@@ -115,6 +121,22 @@ def start_parallel(config: ParallelConfig, *, seed: int, deadline_s: float) -> P
         world_size=world_size,
         virtual_stages=config.virtual_pipeline_model_parallel_size,
     )
+
+
+def _compute_deterministically() -> None:
+    """What Megatron-Core's `deterministic_mode` leaves to its caller. Must precede the first use of CUDA and NCCL, which read these once.
+
+    Raises:
+        UserError: the environment asks for something else.
+    """
+    # A workspace of fixed size for cuBLAS; one order of summation for NCCL; no attention kernel of Transformer Engine that adds atomically.
+    needed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    accepted = {"CUBLAS_WORKSPACE_CONFIG": (":16:8",), "NCCL_ALGO": ("CollnetDirect", "CollnetChain", "^NVLS")}  # by Megatron-LM's own check
+    for name, value in needed.items():
+        found = os.environ.setdefault(name, value)
+        if found != value and found not in accepted.get(name, ()):
+            raise UserError(f"megatron.deterministic_mode with {name}={found} in the environment: unset it, or set {name}={value}")
+    torch.use_deterministic_algorithms(True)
 
 
 def stop_parallel() -> None:

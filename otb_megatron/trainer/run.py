@@ -37,7 +37,12 @@ class Run:
         self.recorder: Recorder | None = None
         self._open = ExitStack()
         self._open.callback(stop_parallel)
-        self.parallel = start_parallel(config.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
+        self.parallel = start_parallel(
+            config.parallel,
+            seed=config.trainer.seed,
+            deadline_s=config.trainer.deadline_s,
+            deterministic=bool(config.megatron.get("deterministic_mode")),
+        )
         self.driver = Driver(self.parallel)
         try:
             # What a user may have got wrong comes first: building the model and starting engines take a while.

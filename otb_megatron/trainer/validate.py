@@ -6,6 +6,8 @@ import warnings
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from otb_megatron.algorithms import ADVANTAGES, LOSSES, check_fields, check_loss_fields, check_options, choose, needs_critic
 from otb_megatron.config import Config, CriticConfig, OptimizerConfig
 from otb_megatron.mcore import checkpoint
@@ -138,6 +140,11 @@ def _check_critic(config: Config, task: Task, policy: HuggingFaceModel | None) -
 def _check_optimizer(network: TrainedNetwork) -> None:
     section, settings = network.section, network.optimizer
     faults = []
+    if settings.optimizer_offload_fraction and not torch.cuda.is_available():
+        faults.append(
+            f"{section}.optimizer_offload_fraction={settings.optimizer_offload_fraction:g}: this machine has no CUDA device to offload from, and "
+            "Megatron-Core's offloading fails without one; leave it out"
+        )
     if settings.min_lr > settings.lr:
         faults.append(f"{section}.min_lr={settings.min_lr} is above {section}.lr={settings.lr}")
     decay_steps = settings.lr_decay_steps or network.num_steps

@@ -72,6 +72,7 @@ LAYOUTS = (
     _layout("PP2, 2 virtual stages", 2, pp=2, vpp=2, quick=_BOTH),
     _layout("PP2, 1 + 3 layers", 2, pp=2, megatron={"num_layers_in_first_pipeline_stage": 1}, quick=(DENSE,)),
     _layout("PP3, 1 + 2 + 1 layers", 3, pp=3, megatron={"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}),
+    _layout("PP3, embedding and loss count as layers", 3, pp=3, megatron={f"account_for_{what}_in_pipeline_split": True for what in ("embedding", "loss")}),
     _layout("PP2, 2 virtual stages, 1, 2, 1, 0 layers", 2, pp=2, vpp=2, megatron={"pipeline_model_parallel_layout": "Et|tt|t|L"}),
     _layout("CP2", 2, cp=2, quick=_BOTH),
     _layout("CP4", 4, cp=4),
