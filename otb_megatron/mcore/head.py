@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from otb_megatron.mcore.few_rows import missing_rows
 from otb_megatron.ops.context_parallel import local_rows
-from otb_megatron.ops.statistics import policy_statistics
+from otb_megatron.ops.statistics import IGNORED_TARGET, policy_statistics
 from otb_megatron.types import Microbatch, PolicyStatistics
 
 OutputProcessor = Callable[..., Tensor]  # gives [numbers an action, local actions], the same on every tensor-parallel rank
@@ -68,17 +70,18 @@ class StatisticsHead:
             hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group=tp)
+        missing = missing_rows(context.rows)
         statistics = policy_statistics(
-            hidden.squeeze(1).index_select(0, context.rows),
+            hidden.squeeze(1).index_select(0, F.pad(context.rows, (0, missing))),
             output_layer.weight if output_weight is None else output_weight,
-            context.targets,
+            F.pad(context.targets, (0, missing), value=IGNORED_TARGET),
             vocab_size=self.vocab_size,
             group=tp if tp.size() > 1 else None,
             temperature=self.temperature,
             entropy_grad=self.entropy_grad,
             accumulate_into_main_grad=config.gradient_accumulation_fusion,
         )
-        return torch.stack([statistics.log_prob, statistics.entropy, statistics.rest])
+        return torch.stack([statistics.log_prob, statistics.entropy, statistics.rest])[:, : context.rows.numel()]
 
 
 def as_statistics(output: Tensor) -> PolicyStatistics:

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from otb_megatron.config import Config
 from otb_megatron.mcore.attention import PackedDotProductAttention, PackedRotaryEmbedding
-from otb_megatron.mcore.experts import give_enough_rows
+from otb_megatron.mcore.few_rows import give_enough_rows
 from otb_megatron.mcore.head import ValueLayer
 from otb_megatron.mcore.norm import RMSNorm
 from otb_megatron.mcore.parallel import Parallel
@@ -240,11 +240,9 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel, *, is_
                 use_cpu_initialization=megatron.use_cpu_initialization,
                 cp_group=parallel.groups.cp,
             )
-            if not torch.cuda.is_available():
-                for module in chunk.modules():
-                    if isinstance(module, SequentialMLP):
-                        for expert in module.local_experts:
-                            give_enough_rows(expert)
+            for experts in (module.local_experts for module in chunk.modules() if isinstance(module, SequentialMLP)):
+                for expert in experts:
+                    give_enough_rows(expert)
         if is_critic and chunk.post_process:
             # GPTModel always makes an output layer over the vocabulary; it is freed here, before gradients and optimizer state are made for it.
             chunk.output_layer = ValueLayer(megatron)

@@ -32,6 +32,12 @@ def wait_forever():
     time.sleep(1000)
 
 
+def waits_for_a_rank_that_sleeps(rank, world_size):
+    if rank == 1:
+        wait_forever()
+    dist.barrier()
+
+
 def test_results_come_in_rank_order():
     results = run_ranks(sum_of_ranks, 3, 0.5, timeout_s=60)
     assert [rank for rank, _ in results] == [0, 1, 2]
@@ -52,6 +58,19 @@ def test_failure_names_every_rank_and_leaves_nothing_behind():
     deadline = time.monotonic() + 5
     while alive := _members_of(groups):
         assert time.monotonic() < deadline, alive
+
+
+def test_the_deadline_ends_every_rank_and_shows_each_stack():
+    """A rank that waits in a collective, below Python, shows the line that waits as well."""
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(waits_for_a_rank_that_sleeps, 3, timeout_s=8)
+    assert time.monotonic() - start < 8 + 10  # the limit, and a second for the stacks to be written
+    message = str(caught.value)
+    for rank in range(3):
+        part = message.split(f"--- rank {rank} ")[1].split("--- rank")[0]
+        assert "was still running and was stopped (limit 8 s" in part and "in waits_for_a_rank_that_sleeps" in part
+        assert ("in wait_forever" if rank == 1 else "in barrier") in part
 
 
 def _members_of(groups):

@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.layouts import CASES, DENSE, LAYOUTS, MODELS, QUICK_CASES, TOLERANCE, Difference, Layout, Reference, measure
+from tests.distributed.layouts import CASES, DENSE, LAYOUTS, QUICK_CASES, TOLERANCE, Difference, Layout, Reference, measure
 from tests.distributed.training import largest_difference
 from tools.layouts import PAGE, read_table
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    return {model: Reference.of(model, tmp_path_factory.mktemp(model)) for model in MODELS}
 
 
 @pytest.mark.parametrize(("layout", "model"), QUICK_CASES, ids=lambda value: value if isinstance(value, str) else value.name)
