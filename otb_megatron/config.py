@@ -40,11 +40,17 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Shard activations of norms and dropouts over the tensor-parallel group. MoE models with TP > 1 need it."""
     pipeline_model_parallel_size: PositiveInt = 1
-    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
     """Model chunks per pipeline stage (interleaved schedule); null for one."""
     context_parallel_size: PositiveInt = 1
     expert_model_parallel_size: PositiveInt = 1
     expert_tensor_parallel_size: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _virtual_stages_are_of_a_pipeline(self) -> ParallelConfig:
+        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
+            raise ValueError("`virtual_pipeline_model_parallel_size` needs `pipeline_model_parallel_size` > 1")
+        return self
 
     @property
     def model_parallel_size(self) -> int:

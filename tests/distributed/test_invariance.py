@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from otb_megatron.algorithms import action_weights
-from otb_megatron.config import Aggregation
+from otb_megatron.config import Aggregation, ParallelConfig
+from otb_megatron.mcore.parallel import start_parallel, stop_parallel
 from otb_megatron.rollout.recording import load_rollouts, save_rollouts
-from otb_megatron.types import Prompt, Response, Sample
+from otb_megatron.types import Prompt, Response, Sample, UserError
+from tests.distributed.launcher import run_ranks
 from tests.distributed.layouts import DENSE, MOE, TOLERANCE, Difference, Reference
 from tests.distributed.training import NUM_STEPS, largest_difference, record_samples, settings
 from tests.distributed.updating import Update, apply
@@ -209,3 +212,23 @@ def test_deterministic_mode_computes_the_same_bits_again(references: dict[str, R
     first, second = (references[MOE].run(tmp_path / name, sections, 2) for name in ("first", "second"))
     assert Difference.between(second, first).largest == 0.0
     assert Difference.between(first, references[MOE].outcome).largest < TOLERANCE
+
+
+def _environment_of_a_deterministic_run(rank: int, world_size: int, given: dict[str, str]) -> tuple[bool, list[str | None]] | str:
+    names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(given)
+    try:
+        start_parallel(ParallelConfig(), seed=0, deadline_s=30, deterministic=True)
+    except UserError as error:
+        return str(error)
+    stop_parallel()
+    return torch.are_deterministic_algorithms_enabled(), [os.environ.get(name) for name in names]
+
+
+def test_deterministic_mode_sets_what_the_libraries_read() -> None:
+    """torch's switch, and cuBLAS, NCCL and Transformer Engine by their variables; one that is set to something else is a fault."""
+    assert run_ranks(_environment_of_a_deterministic_run, 1, {}, process_group=False) == [(True, [":4096:8", "Ring", "0"])]
+    (told,) = run_ranks(_environment_of_a_deterministic_run, 1, {"NCCL_ALGO": "Tree"}, process_group=False)
+    assert "NCCL_ALGO=Tree in the environment: unset it, or set NCCL_ALGO=Ring" in told

@@ -53,7 +53,7 @@ def _broken_rows(tmp_path: Path) -> str:
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "unknown key": (["rollout.temprature=1"], ["rollout.temprature", "unknown key", "'temperature'"]),
     "mistyped value": (["rollout.n=many"], ["rollout.n='many'"]),
-    "heads": (["parallel.tensor_model_parallel_size=3"], ["num_attention_heads 4", "tensor_model_parallel_size 3"]),
+    "heads": (["parallel.tensor_model_parallel_size=3"], ["num_attention_heads 8", "tensor_model_parallel_size 3"]),
     "world size": (["parallel.pipeline_model_parallel_size=2"], ["1 process(es) cannot hold", "--nproc-per-node"]),
     "layers": (["parallel.pipeline_model_parallel_size=3"], ["num_hidden_layers 4", "pipeline stages 3"]),
     "experts of a dense model": (["parallel.expert_model_parallel_size=2"], ["dense model"]),
@@ -70,6 +70,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["megatron.overlap_p2p_comm=False", "wrong gradients"],
     ),
     "router replay of a dense model": (["rollout.router_replay=true"], ["rollout.router_replay=true", "dense model"]),
+    "offloading without a GPU": (["optimizer.optimizer_offload_fraction=0.5"], ["optimizer.optimizer_offload_fraction=0.5", "no CUDA device"]),
     "no model": (["model.path=nowhere"], ["model.path=nowhere", "no config.json"]),
     "no recording": (["rollout.replay_dir=nowhere"], ["rollout.replay_dir=nowhere", "rollout.save=true"]),
     "no verifier": (["rollout.replay_dir=null", "rewards.function=math_verfy"], ["rewards.function='math_verfy'", "'math_verify'"]),

@@ -46,6 +46,8 @@ def test_integers_stay_integers(file: Path) -> None:
         ("rollout.n=0", ["rollout.n=0", "greater than 0"]),
         ("algorithm.kl_estimator=k4", ["algorithm.kl_estimator='k4'", "'k1', 'k2' or 'k3'"]),
         ("data.train.path=x", ["data.train", "exactly one of `path` and `reasoning_gym`"]),
+        ("parallel.virtual_pipeline_model_parallel_size=2", ["parallel", "needs `pipeline_model_parallel_size` > 1"]),
+        ("optimizer={optimizer_offload_fraction: 1, use_distributed_optimizer: false}", ["optimizer", "needs `use_distributed_optimizer: true`"]),
         ("rollout.n", ["rollout.n", "section.key=value"]),
         ("rollout.n.m=3", ["rollout.n", "valid integer"]),
         ("algorithm.advantage.tail=hold", ["algorithm.advantage"]),
