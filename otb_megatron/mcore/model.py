@@ -44,12 +44,11 @@ _REFUSED = {
         _ANOTHER_MODEL,
     ),
     **dict.fromkeys(
-        """moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity moe_token_dropping moe_input_jitter_eps
-        moe_router_force_load_balancing moe_router_force_biased""".split(),
+        ("moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_dropping"),
         _NEIGHBOURS,
     ),
     **dict.fromkeys(
-        """num_microbatches_with_partial_activation_checkpoints overlap_moe_expert_parallel_comm delay_wgrad_compute defer_embedding_wgrad_compute
+        """num_microbatches_with_partial_activation_checkpoints delay_wgrad_compute defer_embedding_wgrad_compute
         hybrid_context_parallel max_seqlen_per_dp_cp_rank hierarchical_context_parallel_sizes microbatch_group_size_per_vp_stage
         tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards gtp_weight_remat_size expert_gtp_weight_remat_size
         pipeline_model_parallel_comm_backend use_ring_exchange_p2p cuda_graph_impl enable_cuda_graph external_cuda_graph""".split(),
@@ -170,8 +169,6 @@ def _check_megatron_section(config: Config, settings: dict[str, Any]) -> None:
             faults.append(f"megatron.{key}={value!r}: follows from the model and the other sections ({settings[key]!r}); leave it out")
         elif key in _REFUSED and value != known[key]:
             faults.append(f"megatron.{key}={value!r}: {_REFUSED[key]}; leave it out")
-        elif key == "moe_router_load_balancing_type" and value == "sinkhorn":
-            faults.append(f"megatron.{key}={value!r}: {_NEIGHBOURS}; use aux_loss, seq_aux_loss, global_aux_loss or none")
         elif key == "tp_comm_overlap" and value and config.megatron.get("deterministic_mode"):
             faults.append("megatron.tp_comm_overlap=True does not compute the same bits twice; leave it or megatron.deterministic_mode out")
         elif key not in known:

@@ -52,9 +52,6 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "moe_single_grouped_weight": (bool, "experts are loaded and sent to vLLM one by one"),
     "mlp_chunks_for_training": (lambda chunks: chunks > 1, "a router must see its whole pack"),
     "overlap_moe_expert_parallel_comm": (bool, _OUTSIDE_FORWARD),
-    "cuda_graph_impl": (lambda kind: kind != "none", _OUTSIDE_FORWARD),
-    "enable_cuda_graph": (bool, _OUTSIDE_FORWARD),
-    "external_cuda_graph": (bool, _OUTSIDE_FORWARD),
 }
 """Fields of TransformerConfig that Megatron-Core accepts for an MoE model: the values we cannot compute with, and why."""
 
