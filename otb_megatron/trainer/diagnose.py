@@ -22,7 +22,7 @@ from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel,
 from otb_megatron.mcore.score import ScoreProbe, Scores
 from otb_megatron.mcore.shards import load_weights
 from otb_megatron.rewards.registry import resolve
-from otb_megatron.rollout.recording import load_rollouts, save_rollouts
+from otb_megatron.rollout.recording import save_rollouts
 from otb_megatron.telemetry.console import Countdown, summary_table
 from otb_megatron.telemetry.diagnosis import PAGE_FILE, RESULT_FILE, write_diagnosis
 from otb_megatron.telemetry.metrics import Metrics
@@ -30,7 +30,7 @@ from otb_megatron.telemetry.timing import PhaseTimer
 from otb_megatron.trainer.batch import PAD_TOKEN_ID
 from otb_megatron.trainer.driver import Driver, FailedElsewhere
 from otb_megatron.trainer.score_analysis import PromptScores, ScoredResponses, energy_table, estimator_table
-from otb_megatron.trainer.source import Engines, prompt_order, read_prompts
+from otb_megatron.trainer.source import Engines, prompt_order, read_prompts, recorded_samples
 from otb_megatron.trainer.validate import collect
 from otb_megatron.types import PolicyStatistics, Sample, Trajectories, UserError
 from otb_megatron.weights.architectures import HuggingFaceModel, load_model
@@ -114,7 +114,7 @@ def _samples(config: Config, hf: HuggingFaceModel, output: Path, world_size: int
             ("writes to", str(output)),
         ]
     )
-    samples = _sampled(config, output) if replay is None else load_rollouts(replay, _RECORDED_STEP)
+    samples = _sampled(config, output) if replay is None else recorded_samples(config, _RECORDED_STEP)
     return _chosen(samples, config)
 
 

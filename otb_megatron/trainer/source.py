@@ -85,22 +85,32 @@ class Recording:
     """The samples that an earlier run saved with `rollout.save`."""
 
     def __init__(self, config: Config, prompts: PromptSet) -> None:
-        assert config.rollout.replay_dir is not None
-        self._config, self._directory = config, config.rollout.replay_dir
+        self._config = config
         self.order = prompt_order(config, prompts)
 
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         self.order.next(self._config.data.prompts_per_step)
         with timer.phase("rollout"):
-            samples = load_rollouts(self._directory, step)
-        if not self._config.rollout.router_replay:
-            return [dataclasses.replace(sample, response=dataclasses.replace(sample.response, routed_experts=None)) for sample in samples]
-        if missing := sum(sample.response.routed_experts is None for sample in samples):
-            raise UserError(
-                f"rollout.router_replay=true, but {missing} of {len(samples)} samples of step {step} in {self._directory} were recorded without it; "
-                "set it to false or record the samples again"
-            )
-        return samples
+            return recorded_samples(self._config, step)
+
+
+def recorded_samples(config: Config, step: int) -> list[Sample]:
+    """The samples of `rollout.replay_dir`, with their routed experts only if `rollout.router_replay` is set.
+
+    Raises:
+        UserError: it is set and a sample has none, or what `load_rollouts` raises.
+    """
+    directory = config.rollout.replay_dir
+    assert directory is not None
+    samples = load_rollouts(directory, step)
+    if not config.rollout.router_replay:
+        return [dataclasses.replace(sample, response=dataclasses.replace(sample.response, routed_experts=None)) for sample in samples]
+    if missing := sum(sample.response.routed_experts is None for sample in samples):
+        raise UserError(
+            f"rollout.router_replay=true, but {missing} of {len(samples)} samples of step {step} in {directory} were recorded without it; "
+            "set it to false or record the samples again"
+        )
+    return samples
 
 
 class Demonstrations:
