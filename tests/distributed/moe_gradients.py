@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 from otb_megatron.config import validate as validate_config
 from otb_megatron.data.packing import build_microbatch
 from otb_megatron.mcore.model import build_model
+from otb_megatron.mcore.objective import PolicyObjective
 from otb_megatron.mcore.optimizer import Optimizer, build_optimizer
 from otb_megatron.mcore.parallel import start_parallel, stop_parallel
 from otb_megatron.mcore.shards import FullWeights, load_weights
-from otb_megatron.mcore.step import Objective, statistics, train_step
+from otb_megatron.mcore.step import statistics, train_step
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.trainer.driver import Driver
 from otb_megatron.types import LossInputs, Prompt, Response, RoutedExperts, Sample, Trajectories
@@ -71,7 +72,7 @@ def megatron_step(rank: int, world_size: int, values: dict[str, Any], found: lis
     parallel = start_parallel(config.parallel, seed=0, deadline_s=60)
     model = build_model(config, hf, parallel)
     load_weights(model, Checkpoint(hf.path))
-    built = build_optimizer(model, config)
+    built = build_optimizer(model, config.optimizer, num_steps=1)
     optimizer = _KeepsGradients(built.chunks, built.megatron, built.schedule)
     driver = Driver(parallel)
 
@@ -85,10 +86,10 @@ def megatron_step(rank: int, world_size: int, values: dict[str, Any], found: lis
     log_prob = torch.zeros(trajectories.num_actions)
     for of_rank in driver.gather("statistics", statistics(model, list(optimizer.chunks), own, 1.0)):
         for local in of_rank:
-            log_prob[local.action_index] = local.statistics.log_prob
+            log_prob[local.action_index] = local.output[0]
     count = trajectories.num_actions
     batches = [(m, LossInputs(torch.zeros(m.targets.numel()), torch.zeros(m.targets.numel()), torch.full((m.targets.numel(),), 1 / count))) for m in own]
-    metrics = train_step(model, optimizer, batches, num_actions=count, objective=Objective("negative_log_likelihood"))
+    metrics = train_step(model, optimizer, batches, num_actions=count, objective=PolicyObjective("negative_log_likelihood"))
     merged = Metrics()
     for of_rank in driver.gather("metrics", metrics):
         merged.merge(of_rank)
