@@ -118,9 +118,23 @@ class DataConfig(Section):
     seed: int = 0
 
 
+class DynamicSamplingConfig(Section):
+    """DAPO's dynamic sampling: prompts whose responses all earned the same are replaced by the next ones, until `data.prompts_per_step` are found.
+
+    After the last round the step is as large as what was found, with a warning; the run ends where nothing was found.
+    """
+
+    max_rounds: PositiveInt = 10
+    """Rounds of sampling in a step; each draws as many prompts as are missing."""
+    oversampling: float = Field(1.0, ge=1.0)
+    """Times the missing prompts that a round draws. More saves rounds and drops what is found beyond the step's prompts, which is counted."""
+
+
 class RolloutConfig(Section):
     n: PositiveInt = 8
     """Responses per prompt (N of the group)."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Null trains on every prompt; `{}` replaces those without signal."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the statistics head divides the logits by it, so log-probs are those of the sampling distribution."""
     max_response_tokens: PositiveInt = 1024
@@ -156,10 +170,30 @@ class RewardConfig(Section):
     timeout_s: PositiveFloat = 10.0
     """Deadline of one call; the worker that exceeds it is killed and replaced."""
     num_workers: PositiveInt = 2
+    overlong_buffer_tokens: PositiveInt | None = None
+    """DAPO's soft overlong punishment: over the last so many tokens below `rollout.max_response_tokens` the reward falls by up to 1; null for none."""
     max_failures: NonNegativeInt = 0
-    """Calls per step that may raise, hang or return no finite number before the run stops."""
+    """Calls per round of sampling (one a step, but for `rollout.dynamic_sampling`) that may raise, hang or return no finite number before the run stops."""
     failure_reward: float = 0.0
     """Reward of a tolerated failure; each one is counted in the metrics."""
+
+
+class AdaptiveKLConfig(Section):
+    """Moves `coef` towards the value at which the KL is `target` (arXiv 1909.08593, section 2.2). Checkpoints keep where it is."""
+
+    target: PositiveFloat
+    """Nats per action, by the same estimator."""
+    horizon: PositiveFloat = 10_000.0
+    """Samples over which the coefficient moves by a fifth at most."""
+
+
+class RewardKLConfig(Section):
+    """KL against the initial policy, taken off the reward of every action."""
+
+    coef: PositiveFloat = 0.001
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
+    adaptive: AdaptiveKLConfig | None = None
+    """Null for a fixed coefficient."""
 
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -181,11 +215,16 @@ class AlgorithmConfig(Section):
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL loss against the initial policy; 0 computes no reference log-probs."""
+    """Weight of the KL loss against the initial policy; 0 for none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    rollout_correction: Literal["none", "truncated"] = "none"
-    """`truncated` multiplies each token's loss by min(pi_train / pi_rollout, clip) and puts its square into OTB's energy."""
-    rollout_correction_clip: PositiveFloat = 2.0
+    reward_kl: RewardKLConfig | None = None
+    """KL inside the reward; null for none. Without it and the KL loss no reference log-probs are computed."""
+    whiten_advantages: bool = False
+    """Scale the step's advantages to mean 0 and standard deviation 1 over all actions, whatever the estimator."""
+    rollout_correction: str = "none"
+    """A name of `algorithms.CORRECTIONS`: weights or masks for tokens that trainer and engine give different probabilities."""
+    rollout_correction_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that function, e.g. `clip: 2.0` of `truncated`."""
     optimizer_steps_per_rollout: PositiveInt = 1
     """The step's samples are cut into this many parts, one optimizer step each."""
 

@@ -84,6 +84,7 @@ class Sample:
     response: Response
     group: int  # responses to one prompt of one step share it
     reward: float  # outcome reward, paid at the last action
+    greedy_reward: float | None = None  # of a greedy response to the same prompt; None where the estimator asks for none
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Trajectories:
     rewards: Tensor  # float32 [actions], at the action that each reward was paid for
     group: Tensor  # int64 [samples]
     policy_version: Tensor  # int64 [samples]
+    greedy_reward: Tensor | None = None  # float32 [samples]; None where none were sampled
     routed_experts: Tensor | None = None  # int16 [tokens, layers, experts per token], -1 where the sampler left no record; None: no record at all
 
     @property
@@ -127,6 +129,9 @@ class Trajectories:
             rewards += [0.0] * (len(response) - 1) + [sample.reward]
             token_offsets.append(len(tokens))
             action_offsets.append(len(positions))
+        greedy = [s.greedy_reward for s in samples if s.greedy_reward is not None]
+        if greedy and len(greedy) != len(samples):
+            raise ValueError(f"{len(greedy)} of {len(samples)} samples have the reward of a greedy response; all must or none")
         return cls(
             tokens=torch.tensor(tokens, dtype=torch.int64),
             token_offsets=torch.tensor(token_offsets, dtype=torch.int64),
@@ -136,6 +141,7 @@ class Trajectories:
             rewards=torch.tensor(rewards, dtype=torch.float32),
             group=torch.tensor([s.group for s in samples], dtype=torch.int64),
             policy_version=torch.tensor([s.response.policy_version for s in samples], dtype=torch.int64),
+            greedy_reward=None if not greedy else torch.tensor(greedy, dtype=torch.float32),
             routed_experts=_routed_experts(samples, token_offsets),
         )
 
@@ -193,12 +199,14 @@ class PolicyStatistics:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the training step needs for each action of a microbatch, float32."""
+    """What the training step needs for each action of a microbatch, float32 where not said."""
 
     old_log_prob: Tensor  # [actions] under the weights before this step's first update
     advantages: Tensor  # [actions]
-    weight: Tensor  # [actions] share of the action in the aggregated loss; the weights of an optimizer step sum to one times its scale
-    correction: Tensor | None = None  # [actions] clipped train/rollout ratio; None where no correction is configured
-    reference_log_prob: Tensor | None = None  # [actions]; None where no KL is configured
+    weight: Tensor  # [actions] share of the action in the aggregated loss; the weights of an optimizer step sum to one times its scale, less the rejected
+    correction: Tensor | None = None  # [actions] weight of the rollout correction in the policy loss; None for 1
+    reference_log_prob: Tensor | None = None  # [actions]; None where no KL loss is configured
     old_values: Tensor | None = None  # [actions] of the critic before this step's first update; None where there is no critic
     returns: Tensor | None = None  # [actions] what the critic learns; None where there is no critic
+    selected: Tensor | None = None  # bool [actions], the tokens that a covariance loss acts on; None for other losses
+    positive: Tensor | None = None  # [actions] weight of the positive examples' likelihood; None for losses without it

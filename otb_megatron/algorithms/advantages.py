@@ -61,9 +61,8 @@ ADVANTAGES: dict[str, Estimator] = {
 
 _PROVIDED_BY = {
     "energy": "the statistics pass computes it (`rest` must be among the statistics that it returns)",
-    "correction": "set algorithm.rollout_correction=truncated",
     "values": "a critic provides it, and here is none; choose an estimator without a critic, e.g. optimal_token_baseline",
-    "greedy_reward": "the reward of a greedy response to each prompt provides it, and this run samples none; choose e.g. rloo",
+    "greedy_reward": "the reward of a greedy response to each prompt provides it, and these samples were recorded without; record them with the same estimator",
 }
 
 
@@ -75,7 +74,7 @@ class AdvantageInputs:
     offsets: Tensor  # int64 [samples + 1]
     group: Tensor  # int64 [samples]
     energy: Tensor | None = None  # [actions]
-    correction: Tensor | None = None  # [actions], clipped train/rollout ratio
+    correction: Tensor | None = None  # [actions], weights of the rollout correction, 0 where rejected
     values: Tensor | None = None  # [actions], the critic's estimate of the return before the action
     greedy_reward: Tensor | None = None  # [samples], reward of a greedy response to the sample's prompt
 

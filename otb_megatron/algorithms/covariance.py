@@ -6,12 +6,16 @@ The change of entropy in a step is minus the covariance of log-prob and advantag
 
 are the ones that cost entropy. Means run over all actions of the optimizer step, and log_prob is the one before its first
 update: the choice then does not depend on micro-batches or ranks. The authors' code and verl recompute it for each micro-batch.
+
+Selections take a random generator, whether they draw or not, and give bool [actions].
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from otb_megatron.algorithms.options import Fraction
 
 
 def token_covariance(old_log_prob: Tensor, advantages: Tensor) -> Tensor:
@@ -28,18 +32,24 @@ def token_covariance(old_log_prob: Tensor, advantages: Tensor) -> Tensor:
 
 
 def clip_cov_selection(
-    old_log_prob: Tensor, advantages: Tensor, generator: torch.Generator, *, fraction: float = 2e-4, low: float = 1.0, high: float = 5.0
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    generator: torch.Generator,
+    *,
+    selected_fraction: Fraction = 2e-4,
+    covariance_low: float = 1.0,
+    covariance_high: float = 5.0,
 ) -> Tensor:
-    """bool [actions]: max(1, fraction * actions) tokens, drawn from those with low < cov < high (all of these, if they are fewer)."""
+    """max(1, selected_fraction * actions) tokens, drawn from those whose covariance is between the bounds (all of these, if they are fewer)."""
     covariance = token_covariance(old_log_prob, advantages)
-    eligible = ((covariance > low) & (covariance < high)).nonzero().flatten()
-    count = min(max(1, int(fraction * covariance.numel())), eligible.numel())
+    eligible = ((covariance > covariance_low) & (covariance < covariance_high)).nonzero().flatten()
+    count = min(max(1, int(selected_fraction * covariance.numel())), eligible.numel())
     chosen = eligible[torch.randperm(eligible.numel(), generator=generator, device=generator.device)[:count].to(eligible.device)]
     return torch.zeros_like(covariance, dtype=torch.bool).index_fill_(0, chosen, True)
 
 
-def kl_cov_selection(old_log_prob: Tensor, advantages: Tensor, *, fraction: float = 2e-4) -> Tensor:
-    """bool [actions]: the max(1, fraction * actions) tokens with the largest covariance."""
+def kl_cov_selection(old_log_prob: Tensor, advantages: Tensor, generator: torch.Generator, *, selected_fraction: Fraction = 2e-4) -> Tensor:
+    """The max(1, selected_fraction * actions) tokens with the largest covariance."""
     covariance = token_covariance(old_log_prob, advantages)
-    count = min(max(1, int(fraction * covariance.numel())), covariance.numel())
+    count = min(max(1, int(selected_fraction * covariance.numel())), covariance.numel())
     return torch.zeros_like(covariance, dtype=torch.bool).index_fill_(0, covariance.topk(count).indices, True)

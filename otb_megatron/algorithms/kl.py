@@ -49,16 +49,15 @@ def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, kind: KLKind) -> T
     return torch.expm1(-difference) + difference
 
 
-def kl_penalized_rewards(rewards: Tensor, log_prob: Tensor, reference_log_prob: Tensor, coef: float, kind: RewardKLKind = "k1") -> Tensor:
-    """Rewards less the KL of each action: r_t - coef kl_t (arXiv 1909.08593, equation 2, with k1).
+def reward_kl(log_prob: Tensor, reference_log_prob: Tensor, kind: RewardKLKind) -> Tensor:
+    """The KL of each action as it is taken off its reward: r_t - coef kl_t (arXiv 1909.08593, equation 2, with k1).
 
     Only k1 is unbiased here: a reward is not differentiated, and the policy gradient of E[-d] is that of -KL(pi || ref).
     "abs" is |d|, verl's; k2 and k3 as in `kl_estimate`.
 
-    Example: reward 1, d = 0.5, coef 0.1: 0.95 for k1 and abs, 0.9875 for k2.
+    Example: d = 0.5 gives 0.5 for k1 and abs, 0.125 for k2; a reward of 1 with coef 0.1 becomes 0.95 and 0.9875.
 
     Args:
-        rewards: [actions], each at the action that it was paid for.
         log_prob: [actions], of the policy that sampled.
         reference_log_prob: [actions].
 
@@ -66,10 +65,8 @@ def kl_penalized_rewards(rewards: Tensor, log_prob: Tensor, reference_log_prob: 
         [actions], without gradient.
     """
     if kind == "abs":
-        penalty = (log_prob - reference_log_prob).abs()
-    else:
-        penalty = kl_estimate(log_prob, reference_log_prob, kind)
-    return rewards - coef * penalty.detach()
+        return (log_prob - reference_log_prob).abs().detach()
+    return kl_estimate(log_prob, reference_log_prob, kind).detach()
 
 
 @dataclass(frozen=True)

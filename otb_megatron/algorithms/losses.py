@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from otb_megatron.algorithms.covariance import clip_cov_selection, kl_cov_selection
 from otb_megatron.algorithms.options import AboveOne, NonNegative, check_required, choose
 from otb_megatron.algorithms.ragged import sample_of_action, sums
 
@@ -32,10 +33,16 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class Loss:
-    """A policy loss. Its options are the keyword-only parameters of `function`."""
+    """A policy loss. Its options are the keyword-only parameters of its functions."""
 
     function: Callable[..., LossTerms]
     required: frozenset[str] = frozenset()  # arguments beyond log_prob, old_log_prob and advantages
+    selection: Callable[..., Tensor] | None = None  # gives `selected` from old_log_prob and advantages of a whole optimizer step, and a generator
+
+    @property
+    def functions(self) -> list[Callable[..., object]]:
+        """All that take options."""
+        return [self.function] if self.selection is None else [self.function, self.selection]
 
 
 def clipped_surrogate(
@@ -252,16 +259,16 @@ LOSSES: dict[str, Loss] = {
     "cispo": Loss(cispo),
     "reinforce": Loss(reinforce),
     "gpg": Loss(reinforce),
-    "clip_cov": Loss(clip_cov, frozenset({"selected"})),
-    "kl_cov": Loss(kl_cov, frozenset({"selected"})),
+    "clip_cov": Loss(clip_cov, frozenset({"selected"}), clip_cov_selection),
+    "kl_cov": Loss(kl_cov, frozenset({"selected"}), kl_cov_selection),
     "vapo": Loss(vapo, frozenset({"positive"})),
     "negative_log_likelihood": Loss(negative_log_likelihood),
 }
 
 _PROVIDED_BY = {
     "offsets": "it compares whole responses, and this run does not hand their bounds to the loss; choose e.g. clipped_surrogate",
-    "selected": "it needs a choice of tokens over the whole step, which this run does not make; choose e.g. clipped_surrogate",
-    "positive": "it needs to know the right answers, which this run does not hand to the loss; choose e.g. clipped_surrogate",
+    "selected": "it needs a choice of tokens over the whole optimizer step, which the caller makes with the loss's `selection`",
+    "positive": "it needs to know the right answers, which the caller weighs with `positive_example_weights`",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -19,7 +19,7 @@ AboveOne = Annotated[float, Field(gt=1)]
 
 
 def choose[Entry](kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
-    """`table[name]`; `kind` is the setting's name below `algorithm`, "advantage" or "loss".
+    """`table[name]`; `kind` is the setting's name below `algorithm`: "advantage", "loss" or "rollout_correction".
 
     Raises:
         UserError: the name is not in the table; the message gives the nearest one, or all.
@@ -36,20 +36,26 @@ def check_required(kind: str, name: str, required: Collection[str], available: C
         raise UserError("\n".join(f"algorithm.{kind}={name!r} needs `{field}`: {provided_by[field]}" for field in missing))
 
 
-def check_options(kind: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Checks options against the keyword-only parameters of `function`: names, types and bounds as annotated there.
+def own_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `options` that are keyword-only parameters of `function`."""
+    names = _option_names(function)
+    return {name: value for name, value in options.items() if name in names}
+
+
+def check_options(kind: str, name: str, functions: Sequence[Callable[..., Any]], options: Mapping[str, Any]) -> None:
+    """Checks options against the keyword-only parameters of `functions`: names, types and bounds as annotated there.
 
     Args:
-        kind: "advantage" or "loss".
-        name: the name that `function` was chosen by.
-        function: the method.
-        options: `algorithm.advantage_options` or `algorithm.loss_options`.
+        kind: "advantage", "loss" or "rollout_correction".
+        name: the name that the method was chosen by.
+        functions: the method, and others that take options under its name.
+        options: of the configuration, `algorithm.<kind>_options`.
 
     Raises:
         UserError: every option that is unknown (with the nearest known name) or has a value it cannot take, all at once.
     """
-    hints = typing.get_type_hints(function, include_extras=True)
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    hints = {option: hint for function in functions for option, hint in typing.get_type_hints(function, include_extras=True).items()}
+    known = [option for function in functions for option in _option_names(function)]
     faults = []
     for option, value in options.items():
         place = f"algorithm.{kind}_options.{option}={value!r}"
@@ -62,6 +68,10 @@ def check_options(kind: str, name: str, function: Callable[..., Any], options: M
             faults.append(f"{place}: {error.errors()[0]['msg']}")
     if faults:
         raise UserError("\n".join(faults))
+
+
+def _option_names(function: Callable[..., Any]) -> list[str]:
+    return [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
 def _hint(name: str, known: typing.Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from otb_megatron.algorithms import LOSSES, kl_estimate, value_loss
+from otb_megatron.algorithms import LOSSES, kl_estimate, own_options, value_loss
 from otb_megatron.config import Config
 from otb_megatron.mcore.head import OutputProcessor, StatisticsHead, as_statistics, value_output
 from otb_megatron.mcore.model import Model
@@ -65,8 +65,9 @@ class PolicyObjective:
     def terms(self, output: Tensor, inputs: LossInputs, offsets: Tensor) -> Terms:
         policy = as_statistics(output)
         loss = LOSSES[self.loss]
-        needs_offsets = {"offsets": offsets} if "offsets" in loss.required else {}
-        terms = loss.function(policy.log_prob, inputs.old_log_prob, inputs.advantages, **needs_offsets, **self.loss_options)
+        required = {name: offsets if name == "offsets" else getattr(inputs, name) for name in loss.required}
+        options = own_options(loss.function, self.loss_options)
+        terms = loss.function(policy.log_prob, inputs.old_log_prob, inputs.advantages, **required, **options)
         per_action = terms.loss if inputs.correction is None else terms.loss * inputs.correction
         weighted = {"loss/policy": per_action}
         total = per_action

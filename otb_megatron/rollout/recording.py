@@ -29,7 +29,8 @@ def save_rollouts(directory: Path, step: int, samples: Sequence[Sample]) -> Path
         response = dataclasses.asdict(sample.response)
         if experts := response["routed_experts"]:
             experts["data"] = base64.b64encode(experts["data"]).decode()
-        lines.append({"prompt": index[id(sample.prompt)], "group": sample.group, "reward": sample.reward, "response": response})
+        greedy = {} if sample.greedy_reward is None else {"greedy_reward": sample.greedy_reward}
+        lines.append({"prompt": index[id(sample.prompt)], "group": sample.group, "reward": sample.reward, **greedy, "response": response})
     try:
         text = "".join(json.dumps(line) + "\n" for line in lines)
     except TypeError as error:
@@ -58,7 +59,7 @@ def load_rollouts(directory: Path, step: int) -> list[Sample]:
     try:
         header, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         prompts = [_prompt(values) for values in header["prompts"]]
-        samples = [Sample(prompts[line["prompt"]], _response(line["response"]), line["group"], line["reward"]) for line in lines]
+        samples = [Sample(prompts[line["prompt"]], _response(line["response"]), line["group"], line["reward"], line.get("greedy_reward")) for line in lines]
         complete = (header["step"], header["num_samples"]) == (step, len(samples))
     except FileNotFoundError as error:
         raise UserError(f"no samples of step {step}: {path} does not exist; it is written by a run with rollout.save=true") from error

@@ -2,57 +2,82 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from otb_megatron.algorithms import (
+    CORRECTIONS,
+    LOSSES,
     AdvantageInputs,
+    Corrected,
     action_weights,
     energy,
     estimate,
     explained_variance,
-    truncated_importance_weights,
+    own_options,
+    positive_example_weights,
+    sums,
     value_targets,
+    whiten,
 )
 from otb_megatron.config import Config
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.trainer.batch import Batch, Part
-from otb_megatron.types import LossInputs, PolicyStatistics, Sample, Trajectories
+from otb_megatron.trainer.observation import record_advantages, record_mismatch, record_policy
+from otb_megatron.trainer.reward_shaping import RewardShaping
+from otb_megatron.types import LossInputs, PolicyStatistics, Trajectories, UserError
 
 
 def loss_inputs(
-    batch: Batch, policy: PolicyStatistics, reference_log_prob: Tensor | None, values: Tensor | None, config: Config, metrics: Metrics
+    batch: Batch,
+    policy: PolicyStatistics,
+    reference_log_prob: Tensor | None,
+    values: Tensor | None,
+    config: Config,
+    shaping: RewardShaping,
+    step: int,
+    metrics: Metrics,
 ) -> LossInputs:
-    """Advantages, correction weights and aggregation weights of every action; the critic's targets where there is one.
+    """Advantages, correction weights, aggregation weights and what else the loss needs of every action; the critic's targets where there is one.
 
     Args:
         policy: [actions] under the weights that sampled them.
         reference_log_prob: [actions], or None where no KL is configured.
         values: [actions], or None where there is no critic.
+
+    Raises:
+        UserError: the estimator lacks a field, a number is unusable, or the correction rejected everything.
     """
     trajectories, algorithm = batch.trajectories, config.algorithm
     assert trajectories is not None
-    correction = None
-    if algorithm.rollout_correction == "truncated":
-        correction = truncated_importance_weights(policy.log_prob, trajectories.rollout_log_prob, algorithm.rollout_correction_clip)
+    corrected = _correct(trajectories, policy.log_prob, config)
     action_energy = energy(policy)
-    inputs = AdvantageInputs(trajectories.rewards, trajectories.action_offsets, trajectories.group, energy=action_energy, correction=correction, values=values)
+    record_mismatch(trajectories, policy.log_prob, corrected, metrics)
+    record_policy(trajectories, policy, action_energy, config.rollout.max_response_tokens, metrics)
+    inputs = AdvantageInputs(
+        shaping.apply(trajectories, policy.log_prob, reference_log_prob, metrics),
+        trajectories.action_offsets,
+        trajectories.group,
+        energy=action_energy,
+        correction=corrected.weight,
+        values=values,
+        greedy_reward=trajectories.greedy_reward,
+    )
     advantages = estimate(algorithm.advantage, inputs, algorithm.advantage_options)
-    count = trajectories.num_actions
-    for name, column in (("policy/entropy", policy.entropy), ("policy/log_prob", policy.log_prob), ("policy/energy", action_energy)):
-        metrics.mean(name, float(column.sum(dtype=torch.float64)), count)
-    metrics.mean("advantages/mean", float(advantages.sum(dtype=torch.float64)), count)
-    metrics.mean("advantages/std", float(advantages.std(correction=0)) * count, count)
-    difference = (policy.log_prob - trajectories.rollout_log_prob).abs()
-    metrics.mean("rollout/log_prob_difference", float(difference.sum(dtype=torch.float64)), count)
+    if algorithm.whiten_advantages:
+        advantages = whiten(advantages.double()).float()
+    record_advantages(advantages, action_energy, trajectories.action_offsets, corrected.weight, metrics)
     return LossInputs(
         old_log_prob=policy.log_prob,
         advantages=advantages,
-        weight=aggregation_weights(batch.parts, count, config),
-        correction=correction,
-        reference_log_prob=reference_log_prob,
+        weight=aggregation_weights(batch.parts, trajectories.num_actions, config).masked_fill(corrected.rejected, 0.0),
+        correction=corrected.weight,
+        reference_log_prob=reference_log_prob if algorithm.kl_coef else None,
         old_values=values,
         returns=None if values is None else _returns(inputs, values, config, metrics),
+        selected=_selected(batch.parts, policy.log_prob, advantages, config, step),
+        positive=_positive(batch.parts, trajectories, config),
     )
 
 
@@ -82,14 +107,41 @@ def aggregation_weights(parts: list[Part], num_actions: int, config: Config) -> 
     return weights
 
 
-def record_samples(samples: list[Sample], trajectories: Trajectories, metrics: Metrics, *, scored: bool) -> None:
-    """How the step's samples are."""
-    count = len(samples)
-    metrics.mean("response/length", sum(len(sample.response.token_ids) for sample in samples), count)
-    metrics.mean("response/truncated_fraction", sum(sample.response.finish_reason == "length" for sample in samples), count)
-    metrics.sum("rollout/tokens", trajectories.num_actions)
-    metrics.sum("data/tokens", trajectories.tokens.numel())
-    if scored:
-        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-        metrics.mean("rewards/mean", float(rewards.sum()), count)
-        metrics.mean("rewards/std", float(rewards.std(correction=0)) * count, count)
+def _correct(trajectories: Trajectories, log_prob: Tensor, config: Config) -> Corrected:
+    algorithm = config.algorithm
+    corrected = CORRECTIONS[algorithm.rollout_correction](
+        log_prob, trajectories.rollout_log_prob, trajectories.action_offsets, **algorithm.rollout_correction_options
+    )
+    if bool(corrected.rejected.all()):
+        difference = float((log_prob - trajectories.rollout_log_prob).abs().mean())
+        raise UserError(
+            f"algorithm.rollout_correction={algorithm.rollout_correction!r} rejects all {trajectories.num_actions} actions of the step, whose log-probs "
+            f"in trainer and engine differ by {difference:.3g} on average: widen its bounds (algorithm.rollout_correction_options) or find out why"
+        )
+    return corrected
+
+
+def _selected(parts: list[Part], log_prob: Tensor, advantages: Tensor, config: Config, step: int) -> Tensor | None:
+    """bool [actions]: the tokens that the loss acts on, chosen among those of each optimizer step; None for losses that choose none."""
+    selection = LOSSES[config.algorithm.loss].selection
+    if selection is None:
+        return None
+    options = own_options(selection, config.algorithm.loss_options)
+    selected = torch.zeros_like(log_prob, dtype=torch.bool)
+    for number, part in enumerate(parts):
+        # From the step's number, so that a resumed run draws what an uninterrupted one does.
+        seed = np.random.SeedSequence([config.trainer.seed % 2**64, step, number]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(seed >> np.uint64(1)))
+        selected[part.actions] = selection(log_prob[part.actions], advantages[part.actions], generator, **options)
+    return selected
+
+
+def _positive(parts: list[Part], trajectories: Trajectories, config: Config) -> Tensor | None:
+    """[actions]: the weight of positive examples, those whose verifier's reward is above 0; None for losses without it."""
+    if "positive" not in LOSSES[config.algorithm.loss].required:
+        return None
+    right = sums(trajectories.rewards, trajectories.action_offsets) > 0
+    weights = torch.zeros(trajectories.num_actions)
+    for part in parts:
+        weights[part.actions] = positive_example_weights(right[part.samples], part.offsets)
+    return weights

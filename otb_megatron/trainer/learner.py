@@ -69,7 +69,7 @@ class Learner:
         objective = PolicyObjective.of(config) if task == "train" else dataclasses.replace(PolicyObjective.of(config), temperature=1.0)
         self.model = build_model(config, hf, parallel)
         driver.together("loading the weights", lambda: load_weights(self.model, Checkpoint(hf.path)))
-        self._reference = ReferenceWeights(self.model) if config.algorithm.kl_coef else None
+        self._reference = ReferenceWeights(self.model) if config.algorithm.kl_coef or config.algorithm.reward_kl else None
         networks = trained_networks(config, task)
         self._policy = Network(self.model, networks["policy"], objective, driver)
         self.weights = self._policy.weights

@@ -6,8 +6,10 @@ import time
 
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.trainer.batch import Batch, distribute, gather_statistics, gather_values, scatter_loss_inputs
-from otb_megatron.trainer.estimation import demonstration_inputs, loss_inputs, record_samples
+from otb_megatron.trainer.estimation import demonstration_inputs, loss_inputs
+from otb_megatron.trainer.observation import record_samples
 from otb_megatron.trainer.run import Run
+from otb_megatron.trainer.source import check_samples
 from otb_megatron.types import LossInputs, Trajectories
 
 
@@ -21,7 +23,7 @@ def train(run: Run) -> None:
     for step in range(run.first_step, num_steps + 1):
         metrics = Metrics()
         batch = collect(run, step, metrics)
-        inputs = estimate(run, batch, metrics)
+        inputs = estimate(run, step, batch, metrics)
         with run.timer.phase("update"):
             if step > run.config.critic.warmup_steps:
                 metrics.merge(run.learner.update(batch, inputs))
@@ -42,6 +44,7 @@ def collect(run: Run, step: int, metrics: Metrics) -> Batch:
     def on_driver() -> Trajectories:
         assert run.source is not None
         samples = run.source.collect(step, metrics, run.timer)
+        check_samples(samples)
         trajectories = Trajectories.from_samples(samples)
         record_samples(samples, trajectories, metrics, scored=run.task == "train")
         metrics.mean("data/epoch", run.source.order.epoch, 1)
@@ -52,7 +55,7 @@ def collect(run: Run, step: int, metrics: Metrics) -> Batch:
         return distribute(trajectories, run.config, run.parallel, run.driver)
 
 
-def estimate(run: Run, batch: Batch, metrics: Metrics) -> list[list[LossInputs]]:
+def estimate(run: Run, step: int, batch: Batch, metrics: Metrics) -> list[list[LossInputs]]:
     """Statistics (and values) of every action, gathered to the driver; advantages of every action, scattered back."""
     if run.task == "sft":
         inputs = run.driver.run("weighing", lambda: demonstration_inputs(batch, run.config))
@@ -64,9 +67,12 @@ def estimate(run: Run, batch: Batch, metrics: Metrics) -> list[list[LossInputs]]
         local = run.learner.values(batch)
         values = None if local is None else gather_values(batch, local, run.driver)
     with run.timer.phase("advantages"):
-        reference_log_prob = reference.log_prob if reference else None
-        inputs = run.driver.run("estimating advantages", lambda: loss_inputs(batch, policy, reference_log_prob, values, run.config, metrics))  # type: ignore[arg-type]
-        return scatter_loss_inputs(batch, inputs, run.driver)
+
+        def on_driver() -> LossInputs:
+            assert policy is not None
+            return loss_inputs(batch, policy, reference.log_prob if reference else None, values, run.config, run.shaping, step, metrics)
+
+        return scatter_loss_inputs(batch, run.driver.run("estimating advantages", on_driver), run.driver)
 
 
 def record(run: Run, step: int, metrics: Metrics) -> None:

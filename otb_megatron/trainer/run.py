@@ -15,6 +15,7 @@ from otb_megatron.telemetry.recorder import Recorder
 from otb_megatron.telemetry.timing import PhaseTimer
 from otb_megatron.trainer.driver import Driver, tell
 from otb_megatron.trainer.learner import Learner
+from otb_megatron.trainer.reward_shaping import RewardShaping
 from otb_megatron.trainer.source import Demonstrations, Engines, Evaluation, Recording, Rollouts, Source, read_prompts
 from otb_megatron.trainer.validate import Task, trained_networks
 from otb_megatron.types import UserError
@@ -31,6 +32,7 @@ class Run:
         self.config, self.task = config, task
         self.timer = PhaseTimer()
         self.step_started = time.perf_counter()
+        self.shaping = RewardShaping(config)
         self.source: Source | None = None
         self.engines: Engines | None = None
         self.evaluation: Evaluation | None = None
@@ -68,7 +70,12 @@ class Run:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the driver, but for the step."""
         assert self.source is not None
-        return {"task": self.task, "networks": self._network_state(), "order": self.source.order.state_dict()}
+        return {
+            "task": self.task,
+            "networks": self._network_state(),
+            "order": self.source.order.state_dict(),
+            "reward_shaping": self.shaping.state_dict(),
+        }
 
     def _network_state(self) -> dict[str, dict[str, bool]]:
         """What a checkpoint of another run must have in common with this one."""
@@ -122,6 +129,7 @@ class Run:
             self.evaluation = Evaluation(self.engines, validation) if validation else None
         if state:
             self.source.order.load_state_dict(state["order"])
+            self.shaping.load_state_dict(state["reward_shaping"])
         self.recorder = Recorder(
             config.telemetry,
             config.trainer.output_dir,

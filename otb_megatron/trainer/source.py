@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from otb_megatron.algorithms import ADVANTAGES
 from otb_megatron.config import Config, SourceConfig
 from otb_megatron.data.order import PromptOrder
 from otb_megatron.data.sources import PromptSet, demonstration_tokens, load_prompts
@@ -19,6 +21,7 @@ from otb_megatron.rollout.recording import load_rollouts, save_rollouts
 from otb_megatron.rollout.transfer import TensorMetadata
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.telemetry.timing import PhaseTimer
+from otb_megatron.trainer.dynamic_sampling import sample_groups_with_signal
 from otb_megatron.types import Prompt, Response, Sample, UserError
 
 
@@ -73,12 +76,28 @@ class Rollouts:
         self.order = prompt_order(config, prompts)
 
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
-        rollout = self._config.rollout
-        prompts = [self._prompts.prompts[index] for index in self.order.next(self._config.data.prompts_per_step)]
-        samples = self._engines.sample(prompts, rollout.n, rollout.temperature, metrics, timer)
+        rollout, num_prompts = self._config.rollout, self._config.data.prompts_per_step
+
+        def draw(count: int) -> list[Sample]:
+            prompts = [self._prompts.prompts[index] for index in self.order.next(count)]
+            return self._engines.sample(prompts, rollout.n, rollout.temperature, metrics, timer)
+
+        if rollout.dynamic_sampling is None:
+            samples = draw(num_prompts)
+        else:
+            samples = sample_groups_with_signal(draw, num_prompts, rollout.dynamic_sampling, metrics)
+        if "greedy_reward" in ADVANTAGES[self._config.algorithm.advantage].required:
+            samples = self._with_greedy_rewards(samples, metrics, timer)
         if rollout.save:
             save_rollouts(self._config.trainer.output_dir / "rollouts", step, samples)
         return samples
+
+    def _with_greedy_rewards(self, samples: list[Sample], metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
+        """The samples with the reward of one greedy response to each prompt, which is not trained on."""
+        prompts = {sample.group: sample.prompt for sample in samples}
+        greedy = dict(zip(prompts, self._engines.sample(list(prompts.values()), 1, 0.0, metrics, timer), strict=True))
+        metrics.mean("rewards/greedy", sum(answer.reward for answer in greedy.values()), len(greedy))
+        return [replace(sample, greedy_reward=greedy[sample.group].reward) for sample in samples]
 
 
 class Recording:
@@ -104,7 +123,7 @@ def recorded_samples(config: Config, step: int) -> list[Sample]:
     assert directory is not None
     samples = load_rollouts(directory, step)
     if not config.rollout.router_replay:
-        return [dataclasses.replace(sample, response=dataclasses.replace(sample.response, routed_experts=None)) for sample in samples]
+        return [replace(sample, response=replace(sample.response, routed_experts=None)) for sample in samples]
     if missing := sum(sample.response.routed_experts is None for sample in samples):
         raise UserError(
             f"rollout.router_replay=true, but {missing} of {len(samples)} samples of step {step} in {directory} were recorded without it; "
@@ -133,6 +152,25 @@ def demonstration_sample(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, gro
     """The prompt's known good answer as a sample, without log-probs and reward."""
     response = Response(demonstration_tokens(tokenizer, prompt), (), prompt.demonstration or "", "stop", policy_version=0)
     return Sample(prompt, response, group=group, reward=0.0)
+
+
+def check_samples(samples: list[Sample]) -> None:
+    """Refuses numbers that would make every weight of the model NaN, wherever the samples come from.
+
+    Raises:
+        UserError: all samples with a reward or a log-prob that is not finite, each with its prompt.
+    """
+    faults = []
+    for place, sample in enumerate(samples):
+        where = f"sample {place} (prompt {sample.prompt.id} of {sample.prompt.data_source})"
+        if not math.isfinite(sample.reward):
+            faults.append(f"{where} has the reward {sample.reward}: the reward function must return a finite number")
+        if sample.greedy_reward is not None and not math.isfinite(sample.greedy_reward):
+            faults.append(f"{where} has the greedy reward {sample.greedy_reward}: the reward function must return a finite number")
+        if not all(map(math.isfinite, sample.response.log_probs)):
+            faults.append(f"{where} has log-probs that are not finite: the engine or the recording is broken")
+    if faults:
+        raise UserError("\n".join(faults))
 
 
 class Evaluation:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from otb_megatron.algorithms import ADVANTAGES, LOSSES, check_fields, check_loss_fields, check_options, choose, needs_critic
+from otb_megatron.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, check_fields, check_loss_fields, check_options, choose, needs_critic
 from otb_megatron.config import Config, CriticConfig, OptimizerConfig
 from otb_megatron.mcore import checkpoint
 from otb_megatron.mcore.model import check_divisible, transformer_config
@@ -32,9 +31,6 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
 
     Raises:
         UserError: all faults at once, each with its remedy.
-
-    Warns:
-        UserWarning: a choice that works but leaves the estimator without its baseline.
     """
     faults: list[str] = []
     model = collect(faults, lambda: load_model(config.model.path))
@@ -46,12 +42,11 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     collect(faults, lambda: _check_critic(config, task, model))
     collect(faults, lambda: _check_loss(config, task))
     if task == "sft":
-        if config.algorithm.kl_coef or config.algorithm.rollout_correction != "none":
-            faults.append("algorithm.kl_coef and algorithm.rollout_correction have no part in `sft`; leave them out")
-        if config.rollout.router_replay:
-            faults.append("rollout.router_replay has no part in `sft`, whose demonstrations no engine sampled; leave it out")
+        collect(faults, lambda: _check_supervised(config))
     else:
         collect(faults, lambda: _check_advantage(config))
+        collect(faults, lambda: _check_correction(config))
+        collect(faults, lambda: _check_sampling(config))
         if config.rollout.replay_dir is None:
             collect(faults, lambda: resolve(config.rewards.function, config.rewards.options))
             longest_s = max(config.rollout.start_timeout_s, config.rollout.generate_timeout_s, config.rollout.weight_transfer_timeout_s)
@@ -157,8 +152,8 @@ def _check_optimizer(network: TrainedNetwork) -> None:
 def _check_loss(config: Config, task: Task) -> None:
     algorithm = config.algorithm
     loss = choose("loss", algorithm.loss, LOSSES)
-    check_options("loss", algorithm.loss, loss.function, algorithm.loss_options)
-    check_loss_fields(algorithm.loss, {"offsets"})
+    check_options("loss", algorithm.loss, loss.functions, algorithm.loss_options)
+    check_loss_fields(algorithm.loss, {"offsets", "selected", "positive"})
     supervised = algorithm.loss == "negative_log_likelihood"
     if supervised != (task == "sft"):
         usable = "negative_log_likelihood" if task == "sft" else "a loss that uses advantages, e.g. clipped_surrogate"
@@ -173,12 +168,41 @@ def _check_loss(config: Config, task: Task) -> None:
 def _check_advantage(config: Config) -> None:
     algorithm = config.algorithm
     estimator = choose("advantage", algorithm.advantage, ADVANTAGES)
-    check_options("advantage", algorithm.advantage, estimator.function, algorithm.advantage_options)
-    check_fields(algorithm.advantage, {"energy", "values"} | ({"correction"} if algorithm.rollout_correction != "none" else set()))
+    check_options("advantage", algorithm.advantage, [estimator.function], algorithm.advantage_options)
+    check_fields(algorithm.advantage, {"energy", "values", "greedy_reward"})
     if config.rollout.n < estimator.min_group:
-        warnings.warn(
-            f"rollout.n={config.rollout.n}: {algorithm.advantage} compares the responses of one prompt with each other and has no baseline "
-            f"below n={estimator.min_group}; the advantage of every token is its return",
-            UserWarning,
-            stacklevel=2,
+        raise UserError(
+            f"rollout.n={config.rollout.n}: algorithm.advantage={algorithm.advantage!r} compares the responses to one prompt with each other and has no "
+            f"baseline below rollout.n={estimator.min_group}; raise it, or choose remax or reinforce_plus_plus, which need no second response"
         )
+
+
+def _check_correction(config: Config) -> None:
+    name = config.algorithm.rollout_correction
+    check_options("rollout_correction", name, [choose("rollout_correction", name, CORRECTIONS)], config.algorithm.rollout_correction_options)
+
+
+def _check_sampling(config: Config) -> None:
+    faults = []
+    if config.rollout.dynamic_sampling is not None and config.rollout.n < 2:
+        faults.append(f"rollout.dynamic_sampling keeps prompts whose responses differ in reward, which one response (rollout.n={config.rollout.n}) cannot")
+    buffer_tokens, longest = config.rewards.overlong_buffer_tokens, config.rollout.max_response_tokens
+    if buffer_tokens is not None and buffer_tokens > longest:
+        faults.append(f"rewards.overlong_buffer_tokens={buffer_tokens} reaches below a response of no tokens; at most rollout.max_response_tokens={longest}")
+    if faults:
+        raise UserError("\n".join(faults))
+
+
+def _check_supervised(config: Config) -> None:
+    algorithm = config.algorithm
+    used = {
+        "algorithm.kl_coef": algorithm.kl_coef > 0,
+        "algorithm.reward_kl": algorithm.reward_kl is not None,
+        "algorithm.rollout_correction": algorithm.rollout_correction != "none",
+        "algorithm.whiten_advantages": algorithm.whiten_advantages,
+        "rewards.overlong_buffer_tokens": config.rewards.overlong_buffer_tokens is not None,
+        "rollout.dynamic_sampling": config.rollout.dynamic_sampling is not None,
+        "rollout.router_replay": config.rollout.router_replay,
+    }
+    if any(used.values()):
+        raise UserError(f"{', '.join(name for name, is_used in used.items() if is_used)}: no part of `sft`; leave it out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from otb_megatron import cli
+from otb_megatron.rollout.recording import load_rollouts, save_rollouts
 from tests.distributed.training import record_samples, settings
 from tests.models import VOCAB_SIZE, make_model
 
@@ -60,7 +62,23 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "advantage": (["algorithm.advantage=optimal_token_baselin"], ["'optimal_token_baseline'"]),
     "advantage option": (["algorithm.advantage_options.tial=hold"], ["advantage_options.tial", "'tail'"]),
     "loss": (["algorithm.loss=clipped_surogate"], ["algorithm.loss='clipped_surogate'", "'clipped_surrogate'"]),
-    "estimator without its input": (["algorithm.advantage=remax"], ["algorithm.advantage='remax' needs `greedy_reward`"]),
+    "too few responses": (["rollout.n=1"], ["rollout.n=1", "'optimal_token_baseline'", "rollout.n=2"]),
+    "correction": (["algorithm.rollout_correction=truncate"], ["algorithm.rollout_correction='truncate'", "'truncated'"]),
+    "correction option": (
+        ["algorithm.rollout_correction=masked", "algorithm.rollout_correction_options.clip=2"],
+        ["algorithm.rollout_correction_options.clip=2", "masked has no such option", "high, low"],
+    ),
+    "negative correction weights": (
+        ["algorithm.rollout_correction=truncated", "algorithm.rollout_correction_options.clip=-1"],
+        ["algorithm.rollout_correction_options.clip=-1", "greater than 0"],
+    ),
+    "selection option": (["algorithm.loss=clip_cov", "algorithm.loss_options.fraction=1"], ["algorithm.loss_options.fraction=1", "'selected_fraction'"]),
+    "overlong buffer": (["rewards.overlong_buffer_tokens=2000"], ["rewards.overlong_buffer_tokens=2000", "rollout.max_response_tokens=1024"]),
+    "adaptive KL without its target": (["algorithm.reward_kl.adaptive={}"], ["algorithm.reward_kl.adaptive.target: required"]),
+    "dynamic sampling of single responses": (
+        ["rollout.dynamic_sampling={}", "rollout.n=1", "algorithm.advantage=remax"],
+        ["rollout.dynamic_sampling", "rollout.n=1"],
+    ),
     "loss of another task": (["algorithm.loss=negative_log_likelihood"], ["does not fit `train`"]),
     "megatron key": (["megatron.recompute_granularty=full"], ["'recompute_granularity'"]),
     "megatron key that is ours": (["megatron.tensor_model_parallel_size=2"], ["set parallel.tensor_model_parallel_size instead"]),
@@ -127,9 +145,33 @@ def test_a_missing_tensor_is_named(values: dict[str, Any], work: Path, tmp_path:
     assert "missing: model.layers.1.mlp.up_proj.weight" in told and "no parameter for: model.layers.1.mlp.extra.weight" in told
 
 
-def test_a_group_of_one_is_a_warning(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", _file(tmp_path, values), "rollout.n=1"]) == 0
-    assert "rollout.n=1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("damage", "overrides", "told"),
+    [
+        ({"reward": float("nan")}, [], ["sample 4 (prompt 1 of test) has the reward nan"]),
+        ({"log_prob": float("inf")}, [], ["sample 4 (prompt 1 of test) has log-probs that are not finite"]),
+        ({}, ["algorithm.advantage=remax"], ["algorithm.advantage='remax' needs `greedy_reward`", "recorded without"]),
+        ({"log_prob": -200.0}, ["algorithm.rollout_correction=trust_region"], ["rejects all", "algorithm.rollout_correction_options"]),
+    ],
+    ids=["reward", "log-prob", "greedy reward", "everything rejected"],
+)
+def test_samples_that_cannot_be_trained_on(
+    work: Path, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: dict[str, float], overrides: list[str], told: list[str]
+) -> None:
+    """From the recording through the loop: the run ends before its first update, and nothing is saved."""
+    samples = load_rollouts(work / "rollouts", 1)
+    if "reward" in damage:
+        samples[4] = dataclasses.replace(samples[4], reward=damage["reward"])
+    if "log_prob" in damage:
+        few = samples if overrides else samples[4:5]
+        for sample in few:
+            wrong = dataclasses.replace(sample.response, log_probs=(damage["log_prob"],) * len(sample.response.token_ids))
+            samples[samples.index(sample)] = dataclasses.replace(sample, response=wrong)
+    save_rollouts(tmp_path / "rollouts", 1, samples)
+    assert cli.main(["train", _file(tmp_path, values), f"rollout.replay_dir={tmp_path / 'rollouts'}", *overrides]) == 2
+    message = capsys.readouterr().err
+    assert all(part in message for part in told) and "Traceback" not in message
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def _launch(arguments: list[str], *, preexec_fn: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:

@@ -184,7 +184,7 @@ HAND_WORKED = {
 @pytest.mark.parametrize("case", HAND_WORKED)
 def test_hand_worked(case):
     inputs, options, expected = HAND_WORKED[case]
-    check_options("advantage", case.split()[0], ADVANTAGES[case.split()[0]].function, options)
+    check_options("advantage", case.split()[0], [ADVANTAGES[case.split()[0]].function], options)
     np.testing.assert_allclose(estimate(case.split()[0], inputs, options).numpy(), expected, rtol=0, atol=2e-8)  # whitening adds 1e-8
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from otb_megatron.algorithms import kl_estimate
-from otb_megatron.algorithms.kl import AdaptiveKL, kl_penalized_rewards
+from otb_megatron.algorithms.kl import AdaptiveKL, reward_kl
 
 KINDS = ("k1", "k2", "k3")
 
@@ -79,7 +79,7 @@ def test_finite_far_from_the_reference(kind):
 @pytest.mark.parametrize("kind, expected", [("k1", [0.95, 0.05]), ("abs", [0.95, -0.05]), ("k2", [0.9875, -0.0125])])
 def test_kl_in_the_reward(kind, expected):
     """Rewards 1 and 0, d = 0.5 and -0.5, coefficient 0.1."""
-    actual = kl_penalized_rewards(torch.tensor([1.0, 0.0]), torch.tensor([-1.0, -1.0], requires_grad=True), torch.tensor([-1.5, -0.5]), 0.1, kind)
+    actual = torch.tensor([1.0, 0.0]) - 0.1 * reward_kl(torch.tensor([-1.0, -1.0], requires_grad=True), torch.tensor([-1.5, -0.5]), kind)
     assert actual.tolist() == pytest.approx(expected) and not actual.requires_grad
 
 

@@ -36,17 +36,18 @@ def test_token_covariance():
 
 def test_kl_cov_takes_the_largest():
     log_prob, advantages = torch.tensor([0.0, -1.0, -2.0, -9.0]), torch.tensor([2.0, 0.0, 0.0, -2.0])  # cov (6, 0, 0, 12)
-    assert kl_cov_selection(log_prob, advantages, fraction=0.5).tolist() == [True, False, False, True]
-    assert kl_cov_selection(log_prob, advantages, fraction=1e-9).tolist() == [False, False, False, True]  # at least one
-    assert kl_cov_selection(torch.zeros(0), torch.zeros(0)).shape == (0,)
+    assert kl_cov_selection(log_prob, advantages, torch.Generator(), selected_fraction=0.5).tolist() == [True, False, False, True]
+    assert kl_cov_selection(log_prob, advantages, torch.Generator(), selected_fraction=1e-9).tolist() == [False, False, False, True]  # at least one
+    assert kl_cov_selection(torch.zeros(0), torch.zeros(0), torch.Generator()).shape == (0,)
 
 
 def test_clip_cov_draws_within_the_bounds():
     """cov (6, 0, 0, 12): one lies in (1, 10). With 1000 tokens of equal covariance, fraction 0.1 draws 100, another 100 for another seed."""
     log_prob, advantages = torch.tensor([0.0, -1.0, -2.0, -9.0]), torch.tensor([2.0, 0.0, 0.0, -2.0])
-    assert clip_cov_selection(log_prob, advantages, torch.Generator(), fraction=1.0, low=1.0, high=10.0).tolist() == [True, False, False, False]
-    assert not clip_cov_selection(log_prob, advantages, torch.Generator(), low=20.0, high=30.0).any()
+    within = clip_cov_selection(log_prob, advantages, torch.Generator(), selected_fraction=1.0, covariance_low=1.0, covariance_high=10.0)
+    assert within.tolist() == [True, False, False, False]
+    assert not clip_cov_selection(log_prob, advantages, torch.Generator(), covariance_low=20.0, covariance_high=30.0).any()
     sign = torch.tensor([1.0, -1.0]).repeat(500)
-    draws = [clip_cov_selection(2 * sign, sign, torch.Generator().manual_seed(seed), fraction=0.1) for seed in (0, 1, 0)]
+    draws = [clip_cov_selection(2 * sign, sign, torch.Generator().manual_seed(seed), selected_fraction=0.1) for seed in (0, 1, 0)]
     assert [int(draw.sum()) for draw in draws] == [100, 100, 100]
     assert torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[1])
