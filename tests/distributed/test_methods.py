@@ -341,3 +341,13 @@ def test_statistics_of_the_whole_step_are_free_of_the_layout(work: Path, tmp_pat
                 if not metric.startswith("time/"):
                     assert got[metric] == pytest.approx(want[metric], rel=1e-4, abs=1e-5), (name, metric)
         assert largest_difference(other.weights, one.weights) < 5e-5, name
+
+
+def test_every_metric_of_a_run_is_documented(work: Path, tmp_path: Path) -> None:
+    """docs/metrics.md names each, those of energy by position as a family."""
+    documented = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    for number, sections in enumerate(GLOBAL.values()):
+        (metrics,) = _run(work, tmp_path / str(number), **sections).metrics
+        named = {name for name in metrics if name != "step" and not name.startswith("energy/position_")}
+        assert [name for name in sorted(named) if f"`{name}`" not in documented] == []
+        assert [name for name in metrics if name.startswith("energy/position_")] == [f"energy/position_{start}" for start in (0, 12, 4, 8)]
