@@ -49,8 +49,7 @@ def _run(
     samples = np.flatnonzero(np.diff(starts) > 0)  # one without actions is no member of its group
     members = samples[np.argsort(ids[samples], kind="stable")]
     first_member = np.flatnonzero(np.diff(ids[members], prepend=ids[members[:1]] - 1, append=ids[members[-1:]] + 1)) if members.size else np.zeros(1, np.int64)
-    weights = energy.new_empty(0) if correction is None else correction
-    arrays = [x.detach().contiguous().numpy() for x in (rewards, energy, weights, out)]
+    arrays = [None if x is None else x.detach().contiguous().numpy() for x in (rewards, energy, correction, out)]
 
     discount, tail, floor = options
 
@@ -71,16 +70,33 @@ def _chunks(first_member: np.ndarray, lengths: np.ndarray, count: int) -> list[t
     return list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
 
 
+# Arrays are indexed through slices that start at the response: an index that may be negative costs a test for each action.
+@numba.njit(nogil=True, cache=True)
+def _of_response(energy, correction, begin, count):
+    if correction is None:
+        return energy[begin : begin + count], None
+    return energy[begin : begin + count], correction[begin : begin + count]
+
+
+@numba.njit(nogil=True, cache=True)
+def _energy(energy, correction, t):
+    if correction is None:  # decided when the caller is compiled, once for each type
+        return np.float64(energy[t])
+    rho = np.float64(correction[t])
+    return energy[t] * rho * rho
+
+
 @numba.njit(nogil=True, cache=True, fastmath={"contract"})  # fused multiply-add halves the latency that bounds this loop
 def _scan(begin, end, rewards, energy, correction, discount, returns, realized):
     """returns[t] = G and realized[t] = W of the sample's action t. One loop, so that the two dependency chains overlap."""
-    last = end - begin - 1
+    own, rho = _of_response(energy, correction, begin, end - begin)
+    paid = rewards[begin:end]
+    last = paid.size - 1
     g, w = 0.0, 0.0
-    for t in range(end - begin):
-        g = rewards[end - 1 - t] + discount * g
+    for t in range(paid.size):
+        g = paid[last - t] + discount * g
         returns[last - t] = g
-        rho = np.float64(correction[begin + t]) if correction.size else 1.0
-        w += energy[begin + t] * rho * rho
+        w += _energy(own, rho, t)
         realized[t] = w
 
 
@@ -115,34 +131,119 @@ def _place(first, last, members, offsets):
 @numba.njit(nogil=True, cache=True)
 def _plain(first_group, last_group, first_member, members, offsets, rewards, energy, correction, out, discount, tail, floor):
     for g in range(first_group, last_group):
-        first, last = first_member[g], first_member[g + 1]
-        longest, shared = _longest_two(first, last, members, offsets)  # beyond `shared` steps one response is alone
-        place = _place(first, last, members, offsets)
-        returns, realized = np.empty(place[-1]), np.empty(longest)
-        ended, total, weight, weighted = np.zeros(longest + 1), np.zeros(longest), np.zeros(longest), np.zeros(longest)
-        for m in range(first, last):
-            begin, end = offsets[members[m]], offsets[members[m] + 1]
-            own = returns[place[m - first] : place[m - first + 1]]
-            _scan(begin, end, rewards, energy, correction, discount, own, realized)
-            ended[own.size] += 1
-            for t in range(own.size):
-                total[t] += own[t]
-                weight[t] += realized[t]
-                weighted[t] += realized[t] * own[t]
-        baseline = np.zeros(longest)
-        if last - first > 1:
-            alive = last - first
-            for t in range(shared):
-                alive -= ended[t]
-                baseline[t] = _floored_mean(alive, total[t], weight[t], weighted[t], floor * (t + 1))
-            if tail == 1:
-                baseline[shared:] = total[0] / (last - first)
-            elif tail == 2:
-                baseline[shared:] = baseline[shared - 1]
-        for m in range(first, last):
-            begin, own = offsets[members[m]], returns[place[m - first] : place[m - first + 1]]
-            for t in range(own.size):
-                out[begin + t] = own[t] - baseline[t]
+        group = members[first_member[g] : first_member[g + 1]]
+        if discount == 1.0 and _paid_at_the_end(group, offsets, rewards):
+            _plain_outcome(group, offsets, rewards, energy, correction, out, tail, floor)
+        else:
+            _plain_group(group, offsets, rewards, energy, correction, out, discount, tail, floor)
+
+
+@numba.njit(nogil=True, cache=True)
+def _plain_group(group, offsets, rewards, energy, correction, out, discount, tail, floor):
+    longest, shared = _longest_two(0, group.size, group, offsets)  # beyond `shared` steps one response is alone
+    place = _place(0, group.size, group, offsets)
+    returns, realized = np.empty(place[-1]), np.empty(longest)
+    ended, total, weight, weighted = np.zeros(longest + 1), np.zeros(longest), np.zeros(longest), np.zeros(longest)
+    for m in range(group.size):
+        own = returns[place[m] : place[m + 1]]
+        _scan(offsets[group[m]], offsets[group[m] + 1], rewards, energy, correction, discount, own, realized)
+        ended[own.size] += 1
+        for t in range(own.size):
+            total[t] += own[t]
+            weight[t] += realized[t]
+            weighted[t] += realized[t] * own[t]
+    baseline = np.zeros(longest)
+    if group.size > 1:
+        alive = group.size
+        for t in range(shared):
+            alive -= ended[t]
+            baseline[t] = _floored_mean(alive, total[t], weight[t], weighted[t], floor * (t + 1))
+        _fill_tail(baseline, shared, total[0] / group.size, tail)
+    for m in range(group.size):
+        own, advantages = returns[place[m] : place[m + 1]], out[offsets[group[m]] : offsets[group[m] + 1]]
+        for t in range(own.size):
+            advantages[t] = own[t] - baseline[t]
+
+
+@numba.njit(nogil=True, cache=True)
+def _paid_at_the_end(group, offsets, rewards):
+    """Whether only last actions are rewarded. A count of the others, and not a search for the first: it is vectorised."""
+    earlier = 0
+    for member in group:
+        before_last = rewards[offsets[member] : offsets[member + 1] - 1]
+        for t in range(before_last.size):
+            earlier += before_last[t] != 0.0
+    return earlier == 0
+
+
+@numba.njit(nogil=True, cache=True)
+def _plain_outcome(group, offsets, rewards, energy, correction, out, tail, floor):
+    """`_plain_group` where G is one number a response: nothing but the energies is summed along it, for four responses at once."""
+    lengths = offsets[group + 1] - offsets[group]
+    group = group[np.argsort(lengths, kind="mergesort")]  # equal lengths side by side
+    lengths = offsets[group + 1] - offsets[group]
+    longest, shared = lengths[-1], lengths[-2] if group.size > 1 else 0
+    outcome = np.empty(group.size)
+    ending, ended, weight, weighted = np.zeros(longest), np.zeros(longest), np.zeros(longest), np.zeros(longest)
+    for m in range(group.size):
+        outcome[m] = rewards[offsets[group[m] + 1] - 1]
+        ending[lengths[m] - 1] += outcome[m]
+        ended[lengths[m] - 1] += 1
+    realized = np.zeros(group.size)
+    for m in range(0, group.size - 3, 4):
+        _meet_four(offsets[group[m : m + 4]], lengths[m], energy, correction, outcome[m : m + 4], realized[m : m + 4], weight, weighted)
+    for m in range(group.size):
+        met = lengths[m - m % 4] if m < group.size - group.size % 4 else 0
+        _meet_one(offsets[group[m]], met, lengths[m], energy, correction, outcome[m], realized[m], weight, weighted)
+    baseline = np.zeros(longest)
+    if group.size > 1:
+        alive, total = 0.0, 0.0
+        for t in range(longest - 1, -1, -1):
+            alive += ended[t]
+            total += ending[t]
+            if t < shared:
+                baseline[t] = _floored_mean(alive, total, weight[t], weighted[t], floor * (t + 1))
+        _fill_tail(baseline, shared, total / group.size, tail)
+    for m in range(group.size):
+        own, advantages = outcome[m], out[offsets[group[m]] : offsets[group[m] + 1]]
+        for t in range(advantages.size):
+            advantages[t] = own - baseline[t]
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill_tail(baseline, shared, mean_return, tail):
+    if tail == 1:
+        baseline[shared:] = mean_return
+    elif tail == 2:
+        baseline[shared:] = baseline[shared - 1]
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"contract"})
+def _meet_four(begins, count, energy, correction, outcome, realized, weight, weighted):
+    """Adds W and G W of the first `count` actions of four responses: four sums that do not wait for each other."""
+    e0, c0 = _of_response(energy, correction, begins[0], count)
+    e1, c1 = _of_response(energy, correction, begins[1], count)
+    e2, c2 = _of_response(energy, correction, begins[2], count)
+    e3, c3 = _of_response(energy, correction, begins[3], count)
+    g0, g1, g2, g3 = outcome[0], outcome[1], outcome[2], outcome[3]
+    w0, w1, w2, w3 = 0.0, 0.0, 0.0, 0.0
+    for t in range(count):
+        w0 += _energy(e0, c0, t)
+        w1 += _energy(e1, c1, t)
+        w2 += _energy(e2, c2, t)
+        w3 += _energy(e3, c3, t)
+        weight[t] += (w0 + w1) + (w2 + w3)
+        weighted[t] += (g0 * w0 + g1 * w1) + (g2 * w2 + g3 * w3)
+    realized[0], realized[1], realized[2], realized[3] = w0, w1, w2, w3
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"contract"})
+def _meet_one(begin, first, last, energy, correction, outcome, realized, weight, weighted):
+    own, rho = _of_response(energy, correction, begin, last)
+    for t in range(first, last):
+        realized += _energy(own, rho, t)
+        weight[t] += realized
+        weighted[t] += outcome * realized
 
 
 @numba.njit(nogil=True, cache=True)

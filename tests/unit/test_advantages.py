@@ -32,12 +32,19 @@ def batch(lengths, groups, rewards, **fields) -> AdvantageInputs:
     return AdvantageInputs(rewards, offsets, torch.as_tensor(groups, dtype=torch.int64), **fields)
 
 
-def random_batch(seed: int) -> AdvantageInputs:
-    """Interleaved groups of uneven size with uneven lengths, some samples empty, token-level rewards, energies over 16 decades."""
+def random_batch(seed: int, *, outcome: bool = False) -> AdvantageInputs:
+    """Interleaved groups of uneven size with uneven lengths, some samples empty, token-level rewards, energies over 16 decades.
+
+    With `outcome` only last actions are rewarded, and groups are larger: of up to 13.
+    """
     rng = np.random.default_rng(seed)
     num_samples = int(rng.integers(1, 14))
     lengths = rng.integers(0 if seed % 3 else 1, 9, size=num_samples)
     actions = int(lengths.sum())
+    if outcome:
+        inputs = random_batch(seed)
+        last = torch.zeros(actions, dtype=torch.bool).index_fill_(0, inputs.offsets[1:][inputs.offsets.diff() > 0] - 1, True)
+        return dataclasses.replace(inputs, rewards=inputs.rewards * last, group=inputs.group % (10**12 * (1 + seed % 2)))
     return batch(
         lengths,
         rng.integers(-3, 3, size=num_samples) * 10**12,
@@ -87,11 +94,13 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("leave_one_out", [False, True])
-def test_optimal_token_baseline_is_the_formula(form, leave_one_out):
-    """200 random ragged batches, every tail rule, both implementations, float64: 1e-11."""
+@pytest.mark.parametrize("outcome", [False, True])
+def test_optimal_token_baseline_is_the_formula(form, leave_one_out, outcome):
+    """200 random ragged batches with token-level and with outcome rewards, every tail rule, both implementations, float64: 1e-11."""
     function = FORMS[form][leave_one_out]
     for seed in range(200):
-        inputs, tail, discount = random_batch(seed), TAILS[seed % 3], (1.0, 0.9)[seed // 3 % 2]
+        inputs = random_batch(seed, outcome=outcome)
+        tail, discount = TAILS[seed % 3], (1.0, 0.9)[seed // 3 % 2]
         correction = inputs.correction if seed % 4 else None
         inputs = dataclasses.replace(inputs, correction=correction)
         actual = function(inputs.rewards, inputs.offsets, inputs.group, inputs.energy, correction, discount, tail, 1e-10)
