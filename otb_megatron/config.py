@@ -134,7 +134,7 @@ class RolloutConfig(Section):
     n: PositiveInt = 8
     """Responses per prompt (N of the group)."""
     dynamic_sampling: DynamicSamplingConfig | None = None
-    """Null trains on every prompt; `{}` replaces those without signal."""
+    """Null trains on every prompt; `{}` replaces those without signal. A replay takes the recorded prompts as they are."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the statistics head divides the logits by it, so log-probs are those of the sampling distribution."""
     max_response_tokens: PositiveInt = 1024

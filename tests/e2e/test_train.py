@@ -38,7 +38,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"train": {"path": str(work / "rows.jsonl")}, "validation": {"path": str(work / "rows.jsonl")}, "prompts_per_step": 8, "max_prompt_tokens": 16},
         "parallel": {"tensor_model_parallel_size": 2},
         "optimizer": {"lr": 1e-3},
-        "rollout": {"n": 4, "temperature": 0.8, "max_response_tokens": 8, "save": True, "vllm": {"kv_cache_memory_bytes": 32 * 2**20}, **DEADLINES},
+        "rollout": {
+            "n": 4,
+            "temperature": 0.8,
+            "max_response_tokens": 8,
+            "save": True,
+            "vllm": {"kv_cache_memory_bytes": 32 * 2**20},
+            "dynamic_sampling": {},
+            **DEADLINES,
+        },
         "rewards": {"function": "tests.e2e.verifiers:digit_fraction"},
         "algorithm": {"kl_coef": 0.01, "entropy_coef": 0.001, "rollout_correction": "truncated"},
         "trainer": {"num_steps": NUM_STEPS, "output_dir": str(work / "run"), "max_tokens_per_microbatch": 256, "deadline_s": 240},
@@ -61,6 +69,8 @@ def test_the_main_job(config: Path) -> None:
         # vLLM samples from the very weights that Megatron then trains: after every update, at temperature 0.8.
         assert step["rollout/log_prob_difference"] < 2e-5
         assert step["optimizer/grad_norm"] > 0
+        assert step["mismatch/kl_k3"] < 1e-9 and step["mismatch/effective_sample_size"] > 1 - 1e-9
+        assert step["sampling/groups"] - step["sampling/groups_without_signal"] == 8 and step["sampling/groups_missing"] == 0
         assert step["policy/clip_fraction"] == 0  # one update a rollout: the ratio is exactly one
     assert steps[1]["loss/kl"] == 0.0  # policy and reference are the same weights in the same packs
     assert steps[2]["loss/kl"] > 0
