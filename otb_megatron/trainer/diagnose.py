@@ -80,7 +80,7 @@ def _validate(config: Config) -> tuple[HuggingFaceModel, Config]:
     algorithm = config.algorithm
     collect(
         faults,
-        lambda: check_options("advantage", algorithm.advantage, choose("advantage", algorithm.advantage, ADVANTAGES).function, algorithm.advantage_options),
+        lambda: check_options("advantage", algorithm.advantage, [choose("advantage", algorithm.advantage, ADVANTAGES).function], algorithm.advantage_options),
     )
     if config.rollout.replay_dir is not None:
         if not config.rollout.replay_dir.is_dir():
