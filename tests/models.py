@@ -6,7 +6,21 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB_SIZE = 97  # odd, so that every tensor-parallel size needs padding
 
@@ -25,27 +39,54 @@ _DIMENSIONS = dict(
 )
 _EIGHT_HEADS = dict(head_dim=32, num_attention_heads=8, num_key_value_heads=4)  # for tensor parallelism of 4
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, router_aux_loss_coef=0.0)
+_SHARED = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=2, first_k_dense_replace=1)
+# 64 = 32 without position + 32 with; a value dimension of its own; ranks that TP 2 divides.
+_LATENT = _SHARED | dict(n_routed_experts=8, n_group=4, num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
+_YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128, mscale=1.0, mscale_all_dim=0.7)
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_DIMENSIONS, head_dim=32),
-    "qwen2": Qwen2Config(**_DIMENSIONS),
+    "qwen2": Qwen2Config(**_DIMENSIONS | dict(hidden_size=128)),  # heads of 32, the smallest that vLLM has on a CPU
     "qwen3": Qwen3Config(**_DIMENSIONS, head_dim=32),
     "qwen3_tied": Qwen3Config(**_DIMENSIONS | _EIGHT_HEADS, tie_word_embeddings=True),
     "qwen3_moe": Qwen3MoeConfig(**_DIMENSIONS | _EIGHT_HEADS, **_MOE),
     "qwen3_moe_unnormalised": Qwen3MoeConfig(**_DIMENSIONS, head_dim=32, **_MOE | {"norm_topk_prob": False}),
+    "mistral": MistralConfig(**_DIMENSIONS, head_dim=32, sliding_window=None),
+    "mixtral_moe": MixtralConfig(**_DIMENSIONS, head_dim=32, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.0),
+    "deepseek_v3_moe": DeepseekV3Config(
+        **_DIMENSIONS | _LATENT, q_lora_rank=48, topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid", rope_parameters=_YARN
+    ),
+    "deepseek_v2_moe": DeepseekV2Config(
+        **_DIMENSIONS | _LATENT | dict(num_experts_per_tok=4),
+        q_lora_rank=None,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+        rope_parameters=_YARN,
+    ),
+    "glm4_moe": Glm4MoeConfig(**_DIMENSIONS, **_SHARED, head_dim=32, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5),
 }
 
 
 def make_model(directory: Path, kind: str, seed: int = 0) -> PreTrainedModel:
     """Writes a random model of `kind` to `directory`, with a tokenizer of one token a character, and returns it."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):  # not all ones or zeros, so that a missing or misplaced one shows
-                parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.3 * torch.randn_like(parameter))
+    model = random_model(CONFIGS[kind], seed)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
+    return model
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model whose norms, biases and corrections of the routing are random as well, so that a missing or misplaced one shows."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
 

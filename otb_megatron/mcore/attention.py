@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -26,6 +27,7 @@ from torch import Tensor
 from otb_megatron.mcore.platform import uses_transformer_engine
 from otb_megatron.ops.context_parallel import local_rows, sequence_order
 from otb_megatron.types import Microbatch
+from otb_megatron.weights.rope import Rope
 
 LENGTHS_PER_OCTAVE = 4  # at most a fifth of a batch is padding, and a pack of ordinary lengths has some twenty batches
 
@@ -182,8 +184,12 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     pass grows with the square of the number of sequences. Given angles for the whole pack it does one rotation.
     """
 
+    def __init__(self, rope: Rope, cp_group: dist.ProcessGroup) -> None:
+        super().__init__(kv_channels=2 * rope.inv_freq.numel(), rotary_percent=1.0, use_cpu_initialization=True, cp_group=cp_group)
+        self.inv_freq = rope.inv_freq
+
     def get_rotary_seq_len(self, *args: Any, packed_seq_params: PackedSequences | None = None, **kwargs: Any) -> Any:
-        """What GPTModel hands to `forward`: the pack instead of a length."""
+        """What GPTModel and MLASelfAttention hand to `forward`: the pack instead of a length."""
         return packed_seq_params if packed_seq_params is not None else args[4]
 
     def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:

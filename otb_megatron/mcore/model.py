@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_submodules
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from otb_megatron.config import Config
 from otb_megatron.mcore.attention import PackedDotProductAttention, PackedRotaryEmbedding
 from otb_megatron.mcore.few_rows import give_enough_rows
 from otb_megatron.mcore.head import ValueLayer
+from otb_megatron.mcore.latent_attention import LatentRotaryEmbedding, LatentSelfAttention
 from otb_megatron.mcore.norm import RMSNorm
 from otb_megatron.mcore.parallel import Parallel
 from otb_megatron.mcore.platform import uses_transformer_engine
 from otb_megatron.mcore.router import refused_settings, use_packed_router
 from otb_megatron.types import UserError
-from otb_megatron.weights.architectures import HuggingFaceModel, Rule
+from otb_megatron.weights.architectures import HuggingFaceModel
+from otb_megatron.weights.rules import Rule
 
 _ANOTHER_MODEL = "makes another model than the config.json that the engines sample from"
 _NEIGHBOURS = "lets the result of a token depend on what else is in its microbatch, or on chance"
@@ -92,8 +93,9 @@ def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfi
     """
     settings = _settings(config, hf)
     _check_megatron_section(config, settings)
+    kind = MLATransformerConfig if "multi_latent_attention" in settings else TransformerConfig
     try:
-        built = TransformerConfig(**settings | _choices() | config.megatron)
+        built = kind(**settings | _choices() | config.megatron)
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"Megatron-Core refuses the configuration: {error}") from error
     if built.virtual_pipeline_model_parallel_size != config.parallel.virtual_pipeline_model_parallel_size:
@@ -102,14 +104,17 @@ def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfi
             f"megatron.pipeline_model_parallel_layout has {built.virtual_pipeline_model_parallel_size} virtual stages a rank; set "
             f"parallel.virtual_pipeline_model_parallel_size={built.virtual_pipeline_model_parallel_size}"
         )
+    # SelfAttention multiplies cosine and sine by m(s, mscale) / m(s, mscale_all_dim) with m(s, x) = 0.1 x ln(s) + 1, if these three are there.
+    built.yarn_rotary_scaling_factor, built.yarn_mscale, built.yarn_mscale_all_dim = math.exp(10), hf.rope.attention_factor - 1, 0.0  # type: ignore[attr-defined]
     return built
 
 
 def _settings(config: Config, hf: HuggingFaceModel) -> dict[str, Any]:
     """TransformerConfig fields that follow from the model, the other sections or the training step; `megatron:` may not set them."""
     parallel, dtype = config.parallel, getattr(torch, config.model.dtype)
-    settings: dict[str, Any] = hf.architecture.settings(hf.config)
-    settings.pop("rotary_base")
+    settings: dict[str, Any] = hf.settings
+    if "multi_latent_attention" in settings or hf.rope.attention_factor != 1.0:
+        settings["apply_rope_fusion"] = False  # the fused rotation of packed sequences knows no factor
     settings |= dict(
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -187,14 +192,18 @@ def sets_stage_layers(key: str) -> bool:
 
 def check_divisible(config: Config, hf: HuggingFaceModel) -> None:
     """Refuses a model that the parallel sizes do not divide; the vocabulary is padded and never refused."""
-    settings = hf.architecture.settings(hf.config)
+    settings = hf.settings
     tp = config.parallel.tensor_model_parallel_size
     stages = config.parallel.pipeline_model_parallel_size * (config.parallel.virtual_pipeline_model_parallel_size or 1)
     uneven = any(value and sets_stage_layers(key) for key, value in config.megatron.items())
+    compressed = settings.get("kv_lora_rank", 0) + settings.get("qk_pos_emb_head_dim", 0)
     checks = [
         ("num_attention_heads", settings["num_attention_heads"], "parallel.tensor_model_parallel_size", tp),
         ("num_key_value_heads", settings["num_query_groups"], "parallel.tensor_model_parallel_size", tp),
         ("intermediate_size", settings["ffn_hidden_size"], "parallel.tensor_model_parallel_size", tp),
+        ("q_lora_rank", settings.get("q_lora_rank") or 0, "parallel.tensor_model_parallel_size", tp),
+        ("kv_lora_rank + qk_rope_head_dim", compressed, "parallel.tensor_model_parallel_size", tp),
+        ("n_shared_experts * moe_intermediate_size", settings.get("moe_shared_expert_intermediate_size", 0), "parallel.tensor_model_parallel_size", tp),
         ("num_experts", settings.get("num_moe_experts", 0), "parallel.expert_model_parallel_size", config.parallel.expert_model_parallel_size),
         ("moe_intermediate_size", settings.get("moe_ffn_hidden_size", 0), "parallel.expert_tensor_parallel_size", config.parallel.expert_tensor_parallel_size),
         ("num_hidden_layers", 0 if uneven else settings["num_layers"], "the number of pipeline stages", stages),
@@ -210,36 +219,35 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel, *, is_
     """Builds this rank's layers, without weights. Collective over the world only in that every rank must call it."""
     megatron = transformer_config(config, hf)
     padded_vocab_size = hf.padded_vocab_size(config.parallel.tensor_model_parallel_size, config.model.make_vocab_size_divisible_by)
+    rope = hf.rope
     chunks = []
     for stage in range(parallel.virtual_stages or 1):
         vp_stage = stage if parallel.virtual_stages else None
         spec = _block_spec(megatron, vp_stage)
-        use_packed_router(spec)
+        use_packed_router(spec, megatron)
         chunk = GPTModel(
             megatron,
             spec,
             vocab_size=padded_vocab_size,
-            max_sequence_length=hf.config.get("max_position_embeddings", 2**20),
+            max_sequence_length=hf.config.max_position_embeddings,
             pre_process=parallel.groups.pp.rank() == 0 and not vp_stage,
             post_process=parallel.is_last_stage and (vp_stage is None or vp_stage == parallel.virtual_stages - 1),  # type: ignore[operator]
             share_embeddings_and_output_weights=hf.tied and not is_critic,
             position_embedding_type="rope",
-            rotary_base=hf.architecture.settings(hf.config)["rotary_base"],
             parallel_output=True,
             pg_collection=parallel.groups,
             vp_stage=vp_stage,
         )
-        if not uses_transformer_engine():
-            chunk.rotary_pos_emb = PackedRotaryEmbedding(
-                kv_channels=megatron.kv_channels,
-                rotary_percent=1.0,
-                rotary_base=hf.architecture.settings(hf.config)["rotary_base"],
-                use_cpu_initialization=megatron.use_cpu_initialization,
-                cp_group=parallel.groups.cp,
-            )
-            for experts in (module.local_experts for module in chunk.modules() if isinstance(module, SequentialMLP)):
-                for expert in experts:
-                    give_enough_rows(expert)
+        if megatron.multi_latent_attention:
+            for layer in chunk.decoder.layers:
+                layer.self_attention.rotary_pos_emb = LatentRotaryEmbedding(rope, parallel.groups.cp)
+        elif uses_transformer_engine():
+            chunk.rotary_pos_emb.inv_freq = rope.inv_freq
+        else:
+            chunk.rotary_pos_emb = PackedRotaryEmbedding(rope, parallel.groups.cp)
+        for experts in (module.local_experts for module in chunk.modules() if isinstance(module, SequentialMLP)):
+            for expert in experts:
+                give_enough_rows(expert)
         if is_critic and chunk.post_process:
             # GPTModel always makes an output layer over the vocabulary; it is freed here, before gradients and optimizer state are made for it.
             chunk.output_layer = ValueLayer(megatron)
@@ -252,16 +260,21 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel, *, is_
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one stage; without Transformer Engine with our norm and attention in them."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=uses_transformer_engine(), normalization="RMSNorm", vp_stage=vp_stage)
+    if config.multi_latent_attention:
+        for spec in block.layer_specs:
+            spec.submodules.self_attention.module = LatentSelfAttention
     if uses_transformer_engine():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    layer = get_gpt_layer_local_submodules(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedDotProductAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    spec = ModuleSpec(module=TransformerLayer, submodules=layer)
+        return block
     # Without `layer_norm` Megatron puts its own norm back at the end of the decoder, which refuses sequence parallelism.
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm)
+    block.layer_norm = RMSNorm
+    for spec in block.layer_specs:
+        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = PackedDotProductAttention
+        if config.multi_latent_attention:
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        elif config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return block

@@ -31,6 +31,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -219,12 +220,31 @@ def _fractions(choices: Tensor) -> Tensor:
     return choices / choices.sum(-1, keepdim=True).clamp(min=1)
 
 
-def use_packed_router(spec: TransformerBlockSubmodules) -> None:
+class BestExpertGroupRouter(PackedRouter):
+    """Softmax routing limited to the groups that hold the best single experts (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
+
+    Megatron-Core scores a group by the sum of its best k / groups experts. Here the logits of all other groups are masked first, so that the
+    groups it takes are these. Its softmax is then one over the groups taken; the weights become those of the softmax over all experts by
+    that share of the whole. A recorded choice outside of these groups gets the weight zero.
+    """
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [..., experts] -> weights and map [tokens, experts]."""
+        best = logits.unflatten(-1, (self.config.moe_router_num_groups, -1)).amax(-1)
+        taken = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(self.config.moe_router_group_topk, -1).indices, True)
+        masked = logits.masked_fill(~taken.repeat_interleave(logits.size(-1) // best.size(-1), -1), float("-inf"))
+        weights, chosen = super().routing(masked, padding_mask)
+        share = torch.exp(masked.float().logsumexp(-1) - logits.float().logsumexp(-1)).reshape(-1, 1)
+        return weights * share.to(weights.dtype), chosen
+
+
+def use_packed_router(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
     """Puts our router into every MoE layer of a decoder's specification."""
+    router = BestExpertGroupRouter if config.moe_router_num_groups and config.moe_router_score_function == "softmax" else PackedRouter
     for layer in spec.layer_specs:
         builder = layer.submodules.mlp
         if getattr(builder, "func", None) is MoELayer:
-            builder.keywords["submodules"].router = PackedRouter
+            builder.keywords["submodules"].router = router
 
 
 def routers(chunk: torch.nn.Module) -> list[PackedRouter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,16 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from otb_megatron.mcore.model import Model
+from otb_megatron.mcore.platform import uses_transformer_engine
 from otb_megatron.types import UserError
-from otb_megatron.weights.architectures import VALUE_HEAD, Rule
+from otb_megatron.weights.architectures import VALUE_HEAD
 from otb_megatron.weights.files import Checkpoint
+from otb_megatron.weights.rules import Rule
 
 # Transformer Engine's layers fuse norms into the linear layer behind them and number the experts of a grouped GEMM in the parameter's name.
 _TRANSFORMER_ENGINE_NAMES = (
     (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
     (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
+    (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$", r"self_attention.\1_layernorm.weight"),
     (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$", r"mlp.experts.local_experts.\2.\1.weight"),
 )
+
+# The layers that compress queries, keys and values are cut over the tensor-parallel group without Transformer Engine and repeated with it.
+_REPEATED_BY_TRANSFORMER_ENGINE = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.weight$")
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class _Shard:
     index: int
     count: int
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def load_weights(model: Model, checkpoint: Checkpoint) -> None:
@@ -38,31 +46,35 @@ def load_weights(model: Model, checkpoint: Checkpoint) -> None:
     A critic also starts from a policy's checkpoint: its value layer then stays as it is, and the output layer is left out.
 
     Raises:
-        UserError: all missing, unused and wrongly shaped tensors of the whole model at once, on every rank alike.
+        UserError: all missing and unused tensors of the whole model at once, or all of this rank's that have another shape, hold NaN or infinite
+            values, or cannot be read.
     """
     rules = model.rules
     expected = {name for rule in rules for name in rule.hf}
-    unused = {name for name in checkpoint.names - expected if not name.endswith("rotary_emb.inv_freq")}
-    if model.hf.tied or model.is_critic:
-        unused.discard("lm_head.weight")  # some checkpoints store the tied copy; it is the embedding
+    unused = {name for name in checkpoint.names - expected if not model.hf.is_left_out(name)}
     if model.is_critic:
+        unused.discard("lm_head.weight")
         expected -= VALUE_HEAD - checkpoint.names
     faults = [f"missing: {name}" for name in sorted(expected - checkpoint.names)] + [f"no parameter for: {name}" for name in sorted(unused)]
     if faults:
         raise _weight_error(checkpoint, faults)
     by_name = {rule.megatron: rule for rule in rules}
-    for name, parameter in named_parameters(model).items():
+    for name, parameter in _named_state(model).items():
         rule = by_name[name]
         if not expected.issuperset(rule.hf):
             continue
         try:
-            full = rule.layout.to_megatron([checkpoint.get(part) for part in rule.hf])
-            shard = rule.layout.shard(full, *_shard_place(model, rule))
+            parts = [checkpoint.get(part) for part in rule.hf]
+        except UserError as error:
+            faults.append(str(error))
+            continue
+        try:
+            shard = rule.layout.shard(rule.layout.to_megatron(parts), *_shard_place(model, rule))
         except (RuntimeError, ValueError) as error:
-            faults.append(f"{' + '.join(rule.hf)}: shapes {[tuple(checkpoint.get(part).shape) for part in rule.hf]} do not join into {name} ({error})")
+            faults.append(f"{' + '.join(rule.hf)}: shapes {[tuple(part.shape) for part in parts]} do not join into {name} ({error})")
             continue
         if shard.shape != parameter.shape:
-            shapes = [tuple(checkpoint.get(part).shape) for part in rule.hf]
+            shapes = [tuple(part.shape) for part in parts]
             faults.append(f"{' + '.join(rule.hf)}: shapes {shapes} give {tuple(shard.shape)} for {name}, which is {tuple(parameter.shape)}")
             continue
         with torch.no_grad():
@@ -73,7 +85,8 @@ def load_weights(model: Model, checkpoint: Checkpoint) -> None:
 
 def _weight_error(checkpoint: Checkpoint, faults: list[str]) -> UserError:
     shown = "\n".join(f"  {fault}" for fault in faults[:20]) + (f"\n  ... and {len(faults) - 20} more" if len(faults) > 20 else "")
-    return UserError(f"the weights in {checkpoint.directory} do not fit its config.json:\n{shown}\nnothing was loaded; download or export the model again")
+    told = f"the weights in {checkpoint.directory} are not those that its config.json describes:\n{shown}"
+    return UserError(f"{told}\nnothing was loaded; download or export the model again")
 
 
 class FullWeights:
@@ -83,15 +96,15 @@ class FullWeights:
     """
 
     def __init__(self, model: Model) -> None:
-        self._parameters = named_parameters(model)
+        self._state = _named_state(model)
         self._rules = model.rules
         self._parallel = model.parallel
         self.dtype = model.config.params_dtype
         rules = {rule.megatron: rule for rule in self._rules}
         places = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._state.items():
             count, index = _shard_place(model, rules[name])
-            places[name] = _Shard(index, count, tuple(parameter.shape))
+            places[name] = _Shard(index, count, tuple(parameter.shape), parameter.dtype)
         everyone: list[dict[str, _Shard]] = [{}] * self._parallel.world_size
         dist.all_gather_object(everyone, places, group=self._parallel.control)
         # For each parameter and shard the first rank that holds it sends; replicas stay silent.
@@ -109,9 +122,9 @@ class FullWeights:
         """Name, dtype and full shape of every tensor in the order of `tensors()`. On rank 0; not collective."""
         described = []
         for rule in self._rules:
-            shards = [torch.empty(shard.shape, device="meta") for _, (_, shard) in sorted(self._senders[rule.megatron].items())]
+            shards = [torch.empty(shard.shape, dtype=shard.dtype, device="meta") for _, (_, shard) in sorted(self._senders[rule.megatron].items())]
             parts = rule.layout.to_hf(rule.layout.unshard(shards))
-            described += [(name, self.dtype, tuple(part.shape)) for name, part in zip(rule.hf, parts, strict=True)]
+            described += [(name, part.dtype, tuple(part.shape)) for name, part in zip(rule.hf, parts, strict=True)]
         return described
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -121,23 +134,29 @@ class FullWeights:
             for _, (sender, shard) in sorted(self._senders[rule.megatron].items()):
                 own = self._parallel.rank == sender
                 if own and not self._parallel.is_driver:
-                    dist.send(self._parameters[rule.megatron].detach().contiguous(), dst=0)
+                    dist.send(self._state[rule.megatron].detach().contiguous(), dst=0)
                 elif self._parallel.is_driver:
-                    shards.append(self._parameters[rule.megatron].detach() if own else self._receive(shard, sender))
+                    shards.append(self._state[rule.megatron].detach() if own else self._receive(shard, sender))
             if self._parallel.is_driver:
                 yield from zip(rule.hf, rule.layout.to_hf(rule.layout.unshard(shards)), strict=True)
 
     def _receive(self, shard: _Shard, sender: int) -> Tensor:
-        received = torch.empty(shard.shape, dtype=self.dtype, device=self._parallel.device)
+        received = torch.empty(shard.shape, dtype=shard.dtype, device=self._parallel.device)
         dist.recv(received, src=sender)
         return received
 
 
 def named_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters under global names. The last stage's copy of a tied embedding goes by the embedding's name."""
-    named = {}
+    return {name: tensor for name, tensor in _named_state(model).items() if isinstance(tensor, torch.nn.Parameter)}
+
+
+def _named_state(model: Model) -> dict[str, Tensor]:
+    """The same with the buffers that belong to the model: the biases that correct the choice of experts."""
+    named: dict[str, Tensor] = {}
     for chunk in model.chunks:
-        for local_name, parameter in chunk.named_parameters():
+        biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias"))
+        for local_name, parameter in itertools.chain(chunk.named_parameters(), biases):
             name = _global_name(local_name, chunk, model)
             if name == "output_layer.weight" and model.ties_output:
                 name = "embedding.word_embeddings.weight"
@@ -160,7 +179,7 @@ def _global_name(name: str, chunk: torch.nn.Module, model: Model) -> str:
 
 def _shard_place(model: Model, rule: Rule) -> tuple[int, int]:
     """(number of shards, this rank's shard) of a parameter."""
-    if rule.layout.dim is None:
+    if rule.layout.dim is None or (uses_transformer_engine() and _REPEATED_BY_TRANSFORMER_ENGINE.search(rule.megatron)):
         return 1, 0
     group = model.parallel.groups.expt_tp if rule.group == "expert" else model.parallel.groups.tp
     return group.size(), group.rank()

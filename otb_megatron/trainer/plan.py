@@ -7,8 +7,9 @@ import math
 from otb_megatron.config import Config, OptimizerConfig
 from otb_megatron.mcore.parallel import data_parallel_size
 from otb_megatron.trainer.validate import load_critic, trained_networks, validate
-from otb_megatron.weights.architectures import HuggingFaceModel, Rule
+from otb_megatron.weights.architectures import HuggingFaceModel
 from otb_megatron.weights.files import Checkpoint
+from otb_megatron.weights.rules import Rule
 
 
 def describe(config: Config, world_size: int) -> str:
@@ -51,7 +52,7 @@ def describe(config: Config, world_size: int) -> str:
 
 
 def _described(model: HuggingFaceModel, sizes: tuple[int, int], config: Config) -> str:
-    return f"{model.path} ({model.config['model_type']}, {sum(sizes) / 1e6:.2f} M parameters, {config.model.dtype})"
+    return f"{model.path} ({model.config.model_type}, {sum(sizes) / 1e6:.2f} M parameters, {config.model.dtype})"
 
 
 def _sizes(model: HuggingFaceModel, rules: tuple[Rule, ...]) -> tuple[int, int]:

@@ -19,6 +19,8 @@ _CARRIED = (
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja chat_template.json "
     "vocab.json merges.txt added_tokens.json tokenizer.model"
 ).split()
+_ONLY_SAFETENSORS = "only safetensors are read (loading a pickle can run code, so none is opened); save the model with save_pretrained of transformers 5"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Checkpoint:
@@ -34,14 +36,19 @@ class Checkpoint:
         return set(self._files)
 
     def get(self, name: str) -> Tensor:
-        """The full tensor `name` in its stored dtype. Raises UserError if its file is unreadable."""
+        """The full tensor `name` in its stored dtype. Raises UserError if its file is unreadable or its values cannot be weights."""
         file = self._files[name]
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            return self._open[file].get_tensor(name)
+            tensor = self._open[file].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot read {name} from {file}: {error}; the file is truncated or not a safetensors file") from error
+        if tensor.dtype not in _FLOATS:
+            raise UserError(f"{name} in {file} is {str(tensor.dtype).removeprefix('torch.')}; only float32, bfloat16, float16 and float64 weights are read")
+        if not bool(tensor.isfinite().all()):
+            raise UserError(f"{name} in {file} holds {int((~tensor.isfinite()).sum())} values that are NaN or infinite; download or export the model again")
+        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of tensor `name`, without reading it."""
@@ -51,13 +58,18 @@ class Checkpoint:
     def _index(self) -> dict[str, str]:
         if (self.directory / INDEX).is_file():
             weight_map = json.loads((self.directory / INDEX).read_text())["weight_map"]
+            foreign = sorted({file for file in weight_map.values() if not file.endswith(".safetensors")})
+            if foreign:
+                raise UserError(f"{self.directory / INDEX} names {', '.join(foreign)}; {_ONLY_SAFETENSORS}")
             absent = sorted({file for file in weight_map.values() if not (self.directory / file).is_file()})
             if absent:
                 raise UserError(f"{self.directory / INDEX} names files that are not there: {', '.join(absent)}; download the checkpoint again")
             return weight_map
         file = self.directory / "model.safetensors"
         if not file.is_file():
-            raise UserError(f"{self.directory}: neither model.safetensors nor {INDEX} there; only safetensors checkpoints are read")
+            pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in self.directory.glob(pattern))
+            found = f", but {', '.join(pickles)}" if pickles else ""
+            raise UserError(f"{self.directory}: neither model.safetensors nor {INDEX} there{found}; {_ONLY_SAFETENSORS}")
         try:
             with safe_open(file, framework="pt") as tensors:
                 return {name: file.name for name in tensors.keys()}
@@ -92,6 +104,8 @@ def write_checkpoint(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, 
             if (source / name).is_file():
                 shutil.copy(source / name, partial / name)
         config = json.loads((source / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+        if config.get("num_nextn_predict_layers"):
+            config["num_nextn_predict_layers"] = 0  # layers that draft further tokens are not trained and not written
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)

@@ -12,7 +12,7 @@ _PATTERNS = (
     (r"layernorm\.weight$", "norm"),
     (r"\.self_attention\.", "attention"),
     (r"\.mlp\.router\.", "router"),
-    (r"\.mlp\.experts\.", "experts"),
+    (r"\.mlp\.(shared_)?experts\.", "experts"),
     (r"\.mlp\.linear_fc[12]\.", "mlp"),
 )
 

@@ -118,14 +118,14 @@ QUICK_CASES = tuple((layout, model) for layout in LAYOUTS for model in layout.qu
 class Reference:
     """The recorded samples, and what one process computes from them."""
 
-    model: str  # DENSE or MOE
+    model: str  # DENSE or MOE, or a kind of tests.models
     work_dir: Path  # holds the model and the recording
     outcome: Outcome
 
     @classmethod
     def of(cls, model: str, work_dir: Path) -> Reference:
         work_dir.mkdir(exist_ok=True)
-        make_model(work_dir / "model", MODELS[model])
+        make_model(work_dir / "model", MODELS.get(model, model))
         record_samples(work_dir / "rollouts", vocab_size=VOCAB_SIZE)
         return cls(model, work_dir, train(settings(work_dir / "model", work_dir), 1))
 

@@ -11,12 +11,17 @@ import pytest
 from tests.distributed.training import NUM_STEPS, Outcome, largest_difference, record_samples, settings, train
 from tests.models import VOCAB_SIZE, make_model
 
-SAVED_AT = {"qwen3_tied": (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)), "qwen3_moe": (2, dict(expert_model_parallel_size=2))}
+SAVED_AT = {
+    "qwen3_tied": (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
+    "qwen3_moe": (2, dict(expert_model_parallel_size=2)),
+    "deepseek_v3_moe": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+}
 CONTINUED_AT: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3_tied", 1, dict()),
     ("qwen3_tied", 2, dict()),  # DP2
     ("qwen3_tied", 2, dict(pipeline_model_parallel_size=2)),
     ("qwen3_moe", 1, dict()),
+    ("deepseek_v3_moe", 1, dict()),
 ]
 
 

@@ -22,6 +22,18 @@ def test_layout_equals_one_process(references: dict[str, Reference], tmp_path: P
     assert difference.largest < TOLERANCE, difference
 
 
+FAMILIES = {"glm4_moe": ["TP2 + SP, EP2"], "deepseek_v3_moe": ["TP2 + SP", "CP2"]}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_with_layers_of_their_own_train_alike_in_layouts(tmp_path: Path, kind: str) -> None:
+    """Shared experts, dense first layers, a frozen routing bias; compressed queries, keys and values."""
+    reference = Reference.of(kind, tmp_path / "one")
+    for layout in (layout for layout in LAYOUTS if layout.name in FAMILIES[kind]):
+        difference = measure(layout, reference, tmp_path / layout.name)
+        assert difference.largest < TOLERANCE, (layout.name, difference)
+
+
 def test_the_page_on_parallelism_has_every_layout_within_the_tolerance() -> None:
     """The table is written by `make test-layouts`; a layout that was added or changed its name since then is missing there."""
     table = read_table(PAGE.read_text())

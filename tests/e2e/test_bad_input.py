@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -172,6 +173,18 @@ def test_samples_that_cannot_be_trained_on(
     message = capsys.readouterr().err
     assert all(part in message for part in told) and "Traceback" not in message
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_values_that_cannot_be_weights_are_named(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    make_model(model, "qwen3_tied")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = float("nan")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, model / "model.safetensors")
+    assert cli.main(["train", _file(tmp_path, values), f"model.path={model}"]) == 2
+    told = capsys.readouterr().err
+    assert "model.layers.1.mlp.up_proj.weight" in told and "1 values that are NaN" in told and "model.norm.weight" in told and "is int8" in told
 
 
 def _launch(arguments: list[str], *, preexec_fn: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:

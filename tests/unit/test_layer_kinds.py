@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from otb_megatron.weights.architectures import ARCHITECTURES
+from otb_megatron.weights.architectures import load_model
 from otb_megatron.weights.kinds import layer_kind
 from tests.models import CONFIGS
 
@@ -19,12 +20,14 @@ from tests.models import CONFIGS
         ("qwen2", {"embedding": 1, "norm": 9, "attention": 12, "mlp": 8, "output": 1}),
         ("qwen3_tied", {"embedding_and_output": 1, "norm": 17, "attention": 8, "mlp": 8}),
         ("qwen3_moe", {"embedding": 1, "norm": 17, "attention": 8, "router": 4, "experts": 32, "output": 1}),
+        # One layer is dense, three have a router with its bias, 8 experts and the shared one; five projections and two more norms of attention.
+        ("deepseek_v3_moe", {"embedding": 1, "norm": 17, "attention": 20, "mlp": 2, "router": 6, "experts": 54, "output": 1}),
     ],
 )
-def test_parameters_by_kind(kind: str, counts: dict[str, int]) -> None:
-    config = CONFIGS[kind].to_dict()
-    rules = ARCHITECTURES[config["model_type"]].rules(config, 104)
-    assert Counter(layer_kind(rule.megatron, tied=config["tie_word_embeddings"]) for rule in rules) == counts
+def test_parameters_by_kind(tmp_path: Path, kind: str, counts: dict[str, int]) -> None:
+    CONFIGS[kind].save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    assert Counter(layer_kind(rule.megatron, tied=model.tied) for rule in model.rules(104)) == counts
 
 
 def test_an_unknown_parameter_is_refused() -> None:

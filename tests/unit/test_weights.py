@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -76,12 +77,14 @@ def test_every_tensor_of_a_checkpoint_has_one_rule(tmp_path: Path, kind: str) ->
     ("change", "part"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' has no weight mapping"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "RoPE scaling"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "Missing required keys in `rope_parameters`"),
+        ({"hidden_size": "64"}, "transformers refuses it"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "RoPE scaling"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"surprising_new_field": 3}, "surprising_new_field=3"),
     ],
 )
@@ -89,42 +92,97 @@ def test_a_setting_without_a_mapping_is_refused(tmp_path: Path, change: dict, pa
     config = CONFIGS["qwen3"].to_dict() | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=part.replace("[", r"\[")):
-        model = load_model(tmp_path)
-        model.architecture.settings(model.config)
+        load_model(tmp_path)
 
 
-def test_a_published_qwen2_configuration_is_understood(tmp_path: Path) -> None:
-    """config.json of Qwen2.5-0.5B as its authors published it: a window size that is turned off, and fields of their own."""
-    published = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-        "hidden_act": "silu",
-        "hidden_size": 896,
-        "initializer_range": 0.02,
-        "intermediate_size": 4864,
-        "max_position_embeddings": 32768,
-        "max_window_layers": 24,
-        "model_type": "qwen2",
-        "num_attention_heads": 14,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 32768,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.40.1",
-        "use_cache": True,
-        "use_mrope": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
+# config.json as the authors published it, without what only generation looks at. Fields of their own modelling code are among them.
+_COMMON = dict(hidden_act="silu", initializer_range=0.02, tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.40.1", use_cache=True)
+PUBLISHED: dict[str, tuple[dict, dict]] = {
+    "Qwen2.5-0.5B": (
+        dict(model_type="qwen2", attention_dropout=0.0, hidden_size=896, intermediate_size=4864, max_position_embeddings=32768, max_window_layers=24)
+        | dict(num_attention_heads=14, num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6, sliding_window=32768)
+        | dict(use_mrope=False, use_sliding_window=False, vocab_size=151936),
+        dict(kv_channels=64, add_qkv_bias=True),
+    ),
+    "Llama-3.1-8B": (
+        dict(model_type="llama", attention_bias=False, attention_dropout=0.0, hidden_size=4096, intermediate_size=14336, max_position_embeddings=131072)
+        | dict(mlp_bias=False, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-5, rope_theta=5e5)
+        | dict(rope_scaling=dict(factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192, rope_type="llama3"))
+        | dict(vocab_size=128256),
+        dict(kv_channels=128, num_query_groups=8),
+    ),
+    "Mixtral-8x7B": (
+        dict(model_type="mixtral", attention_dropout=0.0, hidden_size=4096, intermediate_size=14336, max_position_embeddings=32768, num_attention_heads=32)
+        | dict(num_experts_per_tok=2, num_hidden_layers=32, num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-5)
+        | dict(rope_theta=1e6, router_aux_loss_coef=0.02, sliding_window=None, vocab_size=32000),
+        dict(num_moe_experts=8, moe_ffn_hidden_size=14336, moe_router_pre_softmax=False),
+    ),
+    "DeepSeek-V3": (
+        dict(model_type="deepseek_v3", attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, ep_size=1, first_k_dense_replace=3)
+        | dict(hidden_size=7168, intermediate_size=18432, kv_lora_rank=512, max_position_embeddings=163840, moe_intermediate_size=2048, moe_layer_freq=1)
+        | dict(n_group=8, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8)
+        | dict(num_hidden_layers=61, num_key_value_heads=128, num_nextn_predict_layers=1, pretraining_tp=1, q_lora_rank=1536, qk_nope_head_dim=128)
+        | dict(qk_rope_head_dim=64, rms_norm_eps=1e-6, rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", seq_aux=True, topk_group=4)
+        | dict(rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096, type="yarn"))
+        | dict(topk_method="noaux_tc", v_head_dim=128, vocab_size=129280),
+        dict(moe_router_num_groups=8, moe_router_group_topk=4, moe_shared_expert_intermediate_size=2048, moe_layer_freq=[0] * 3 + [1] * 58, mscale_all_dim=1.0),
+    ),
+    "DeepSeek-V2-Lite": (
+        dict(model_type="deepseek_v2", attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, first_k_dense_replace=1, hidden_size=2048)
+        | dict(intermediate_size=10944, kv_lora_rank=512, max_position_embeddings=163840, moe_intermediate_size=1408, moe_layer_freq=1, n_group=1)
+        | dict(n_routed_experts=64, n_shared_experts=2, norm_topk_prob=False, num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27)
+        | dict(num_key_value_heads=16, pretraining_tp=1, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-6, rope_theta=10000)
+        | dict(rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=0.707, mscale_all_dim=0.707, original_max_position_embeddings=4096, type="yarn"))
+        | dict(routed_scaling_factor=1.0, scoring_func="softmax", seq_aux=True, topk_group=1, topk_method="greedy", v_head_dim=128, vocab_size=102400),
+        dict(moe_router_pre_softmax=True, moe_shared_expert_intermediate_size=2816, q_lora_rank=None),
+    ),
+    "GLM-4.5-Air": (
+        dict(model_type="glm4_moe", attention_bias=True, attention_dropout=0.0, first_k_dense_replace=1, head_dim=128, hidden_size=4096)
+        | dict(intermediate_size=10944, max_position_embeddings=131072, moe_intermediate_size=1408, n_group=1, n_routed_experts=128, n_shared_experts=1)
+        | dict(norm_topk_prob=True, num_attention_heads=96, num_experts_per_tok=8, num_hidden_layers=46, num_key_value_heads=8, num_nextn_predict_layers=1)
+        | dict(partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.0, topk_group=1, use_qk_norm=False)
+        | dict(vocab_size=151552),
+        dict(qk_layernorm=False, add_qkv_bias=True, moe_router_enable_expert_bias=True, moe_router_topk_scaling_factor=1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_is_understood(tmp_path: Path, name: str) -> None:
+    published, expected = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(_COMMON | published))
+    settings = load_model(tmp_path).settings
+    assert {field: settings[field] for field in expected} == expected
+
+
+def test_rope_by_hand(tmp_path: Path) -> None:
+    """head_dim 32 at theta 10^4: pair 0 turns by 1 a position, pair 8 by 10^-2.
+
+    linear: divided by the factor. llama3: wavelengths above 16 / 1 positions are divided, those below 16 / 2 stay (2 pi is below, 628 above).
+    YaRN: pair 0 is kept and the last ones divided; cosine and sine grow by 0.1 ln 4 + 1.
+    """
+    scaled = {
+        "default": ({}, 1.0, 0.01, 1.0),
+        "linear": ({"factor": 4.0}, 0.25, 0.0025, 1.0),
+        "llama3": ({"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 16}, 1.0, 0.0025, 1.0),
+        "yarn": ({"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 1.0}, 1.0, 0.0025, 0.1 * math.log(4) + 1),
     }
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    model = load_model(tmp_path)
-    settings = model.architecture.settings(model.config)
-    assert (settings["kv_channels"], settings["rotary_base"], settings["add_qkv_bias"], model.tied) == (64, 1e6, True, True)
+    for kind, (parameters, first, ninth, factor) in scaled.items():
+        config = CONFIGS["llama"].to_dict() | {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | parameters}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        rope = load_model(tmp_path).rope
+        assert rope.inv_freq.shape == (16,)
+        assert (float(rope.inv_freq[0]), float(rope.inv_freq[8]), rope.attention_factor) == pytest.approx((first, ninth, factor), rel=1e-6), kind
+
+
+def test_only_tensors_without_a_part_in_training_are_left_out(tmp_path: Path) -> None:
+    original = make_model(tmp_path / "model", "deepseek_v3_moe").state_dict()  # 4 layers and, by its configuration, one that drafts
+    model = load_model(tmp_path / "model")
+    assert model.is_left_out("model.layers.4.eh_proj.weight") and model.is_left_out("model.layers.0.self_attn.rotary_emb.inv_freq")
+    for name in ("model.layers.3.mlp.gate.weight", "model.layers.5.eh_proj.weight", "model.layers.40.eh_proj.weight", "lm_head.weight"):
+        assert not model.is_left_out(name)
+    write_checkpoint(tmp_path / "out", iter(original.items()), source=tmp_path / "model", dtype=torch.float32)
+    assert (model.config.num_nextn_predict_layers, load_model(tmp_path / "out").config.num_nextn_predict_layers) == (1, 0)
 
 
 def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
@@ -172,3 +230,37 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "gone.safetensors"}}))
     with pytest.raises(UserError, match="gone.safetensors"):
         Checkpoint(tmp_path)
+
+
+def test_weights_that_cannot_be_are_named(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(2), "b": torch.tensor([1.0, torch.nan, torch.inf]), "c": torch.zeros(3, dtype=torch.float8_e4m3fn), "d": torch.zeros(1).long()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert torch.equal(checkpoint.get("a"), tensors["a"])
+    for name, part in (("b", "b in .* holds 2 values that are NaN or infinite"), ("c", "c in .* is float8_e4m3fn"), ("d", "d in .* is int64")):
+        with pytest.raises(UserError, match=part):
+            checkpoint.get(name)
+
+
+class _Bomb:
+    """Unpickling it writes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple:
+        return Path.write_text, (self.target, "opened")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "indexed"])
+def test_a_pickle_is_refused_and_not_opened(tmp_path: Path, name: str) -> None:
+    """Beside nothing else, under the name of a safetensors file, and named by an index."""
+    file = tmp_path / ("pytorch_model.bin" if name == "indexed" else name)
+    torch.save({"a": _Bomb(tmp_path / "opened")}, file)
+    if name == "indexed":
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file.name}}))
+    with pytest.raises(UserError, match="safetensors"):
+        Checkpoint(tmp_path).get("a")
+    assert not (tmp_path / "opened").exists()
+    torch.load(file.rename(tmp_path / "any.pt"), weights_only=False)
+    assert (tmp_path / "opened").exists()  # so it would have
