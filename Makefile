@@ -6,10 +6,10 @@ INSTALLED := $(VENV)/installed
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-distributed test-e2e test-layouts lint lock docs gpu-check clean
+.PHONY: help setup quickstart test test-unit test-distributed test-e2e test-layouts test-architectures lint lock docs gpu-check clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## Make .venv with every package pinned (done once; a few minutes at most)
 
@@ -29,6 +29,9 @@ test-unit test-distributed test-e2e: test-%: $(INSTALLED)
 
 test-layouts: $(INSTALLED) ## Train in every parallel layout and write the differences into docs/parallelism.md (5 to 10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.layouts
+
+test-architectures: $(INSTALLED) ## Take every model family through every layout and through vLLM (half an hour)
+	$(BIN)/python -m pytest tests/architectures $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## Check style: ruff on Python, shellcheck on shell scripts
 	$(BIN)/ruff check .

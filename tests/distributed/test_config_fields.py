@@ -22,6 +22,7 @@ from otb_megatron.data.packing import build_microbatch
 from otb_megatron.mcore.attention import PackedSequences
 from otb_megatron.mcore.model import build_model, check_divisible
 from otb_megatron.mcore.parallel import Parallel, start_parallel
+from otb_megatron.mcore.router import PackRouting, routing
 from otb_megatron.mcore.shards import load_weights
 from otb_megatron.types import Prompt, Response, Sample, Trajectories, UserError
 from otb_megatron.weights.architectures import load_model
@@ -151,7 +152,8 @@ def _ours(values: dict[str, Any], parallel: Parallel, *, loads: bool) -> list[Te
     microbatch = build_microbatch(Trajectories.from_samples(samples), range(len(TOKENS)), sequence_multiple=1, total_multiple=1, pad_token_id=0)
     with torch.no_grad():
         pack = PackedSequences.of(microbatch, 1, 0, parallel.device)
-        logits = model.chunks[0](microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=pack)[0, :, : hf.vocab_size]
+        with routing(model.chunks[0], PackRouting.of(microbatch, pack.local_rows, parallel.device, replays=False)):
+            logits = model.chunks[0](microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=pack)[0, :, : hf.vocab_size]
     return [rows[: len(tokens)] for rows, tokens in zip(logits.split(microbatch.cu_seqlens.diff().tolist()), TOKENS, strict=True)]
 
 

@@ -1,0 +1,67 @@
+"""vLLM takes the weights of every architecture over the transfer, twice, and then answers as transformers does.
+
+The engine starts without weights. Each update must reach every layer, so a second model's answers show what the first one left behind.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from otb_megatron.config import RolloutConfig
+from otb_megatron.rollout.pool import RolloutPool
+from otb_megatron.rollout.transfer import TensorMetadata
+from otb_megatron.types import Prompt
+from tests.models import CONFIGS, VOCAB_SIZE, make_tokenizer, random_model
+
+KINDS = ["llama", "mistral", "qwen2", "mixtral_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe"]  # tests/e2e does the same with Qwen3-MoE
+MAX_PROMPT_TOKENS = 70
+MAX_RESPONSE_TOKENS = 12
+LENGTHS = (3, 1, 20, MAX_PROMPT_TOKENS)
+
+
+def _config(kind: str) -> PretrainedConfig:
+    """The tiny model of `kind`, with the one size of latents that vLLM's decoding has on a CPU."""
+    fields = CONFIGS[kind].to_dict()
+    if "kv_lora_rank" in fields:
+        fields = {name: value for name, value in fields.items() if name not in ("head_dim", "qk_head_dim")} | dict(kv_lora_rank=512, qk_rope_head_dim=64)
+    return type(CONFIGS[kind]).from_dict(fields)
+
+
+def _prompts() -> list[Prompt]:
+    draw = torch.Generator().manual_seed(0)
+    return [Prompt(row, "test", (), tuple(torch.randint(2, VOCAB_SIZE, (length,), generator=draw).tolist()), None) for row, length in enumerate(LENGTHS)]
+
+
+def _logits(directory: Path, tokens: tuple[int, ...]) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engine_answers_as_transformers_after_each_update(tmp_path: Path, kind: str) -> None:
+    models = {version: tmp_path / str(version) for version in (1, 2)}
+    for version, directory in models.items():
+        random_model(_config(kind), seed=version).save_pretrained(directory)
+        make_tokenizer().save_pretrained(directory)
+    settings = RolloutConfig(num_engines=1, max_response_tokens=MAX_RESPONSE_TOKENS, start_timeout_s=240, generate_timeout_s=60, weight_transfer_timeout_s=60)
+    with RolloutPool(settings, model_dir=models[1], dtype="float32", max_prompt_tokens=MAX_PROMPT_TOKENS, load_weights=False) as pool:
+        for version, directory in models.items():
+            tensors = load_file(directory / "model.safetensors")
+            described = [TensorMetadata(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            pool.send_weights(described, iter(tensors.items()), version)
+            prompts = _prompts()
+            answers = pool.generate(prompts, n=1, temperature=0, max_response_tokens=MAX_RESPONSE_TOKENS, seed=None)
+            sampled = pool.generate(prompts, n=1, temperature=1.0, max_response_tokens=MAX_RESPONSE_TOKENS, seed=1)
+            for prompt, (greedy,), (drawn,) in zip(prompts, answers, sampled, strict=True):
+                rows = _logits(directory, prompt.token_ids + greedy.token_ids)[len(prompt.token_ids) - 1 : -1]
+                assert rows.argmax(-1).tolist() == list(greedy.token_ids)
+                rows = torch.log_softmax(_logits(directory, prompt.token_ids + drawn.token_ids)[len(prompt.token_ids) - 1 : -1], -1)
+                expected = rows.gather(1, torch.tensor(drawn.token_ids)[:, None])[:, 0]
+                assert float((expected - torch.tensor(drawn.log_probs)).abs().max()) < 1e-4
