@@ -54,7 +54,7 @@ def test_round_trip_is_bit_exact(layout: Whole, shapes: list[tuple[int, ...]], s
         assert torch.equal(part, back)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in ("deepseek_v2_moe", "glm4_moe")])  # transformers has none of these two
 def test_every_tensor_of_a_token_classifier_has_one_rule(tmp_path: Path, kind: str) -> None:
     """A critic as transformers saves it: the decoder under the same names, `score` instead of an output layer."""
     config = copy.deepcopy(CONFIGS[kind])
