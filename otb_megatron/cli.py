@@ -96,8 +96,15 @@ def _parser() -> argparse.ArgumentParser:
     takes_config(evaluate)
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
 
-    convert = command("convert", _convert, "training checkpoint to Hugging Face, and the check that both compute the same")
-    convert.add_argument("action", choices=("export", "verify"), help="export: write the model directory; verify: compare its log-probs with the checkpoint's")
+    convert = command(
+        "convert", _convert, "Hugging Face to training checkpoint and back, and the check that both compute the same; alone or under torchrun", _OVERRIDES
+    )
+    convert.add_argument(
+        "action",
+        choices=("import", "export", "verify"),
+        help="import: write model.path as the checkpoint of step 0 in the layout of the run; export: write a checkpoint as a model directory; "
+        "verify: check the directory's files, and its log-probs against the checkpoint's",
+    )
     takes_config(convert)
     convert.add_argument("--checkpoint", type=Path, metavar="DIR", help="a step_* directory (default: the latest of trainer.output_dir)")
     convert.add_argument("--model-dir", type=Path, metavar="DIR", help="the Hugging Face directory (default: export/ in trainer.output_dir)")
@@ -185,11 +192,14 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace) -> None:
-    from otb_megatron.trainer.conversion import export, verify
+    from otb_megatron.trainer.conversion import export, import_model, verify
 
     config = _load(options)
     model_dir = options.model_dir or config.trainer.output_dir / "export"
-    if options.action == "export":
+    if options.action == "import":
+        if written := import_model(config):
+            print(f"wrote {written}")
+    elif options.action == "export":
         if export(config, options.checkpoint, model_dir):
             print(f"wrote {model_dir}")
     else:

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,14 +41,20 @@ class _Shard:
     dtype: torch.dtype
 
 
-def load_weights(model: Model, checkpoint: Checkpoint) -> None:
-    """Fills this rank's parameters from a Hugging Face checkpoint, reading only the tensors it needs.
+class _Received(NamedTuple):
+    """A shard on rank 0, complete once `work` is done."""
 
-    A critic also starts from a policy's checkpoint: its value layer then stays as it is, and the output layer is left out.
+    tensor: Tensor
+    work: dist.Work | None
+
+
+def check_names(model: Model, checkpoint: Checkpoint) -> set[str]:
+    """The tensors of a checkpoint that make the model.
+
+    A critic also starts from a policy's checkpoint, without a value layer; the output layer is then left out.
 
     Raises:
-        UserError: all missing and unused tensors of the whole model at once, or all of this rank's that have another shape, hold NaN or infinite
-            values, or cannot be read.
+        UserError: names every tensor that the model needs and the checkpoint lacks, and the other way round.
     """
     rules = model.rules
     expected = {name for rule in rules for name in rule.hf}
@@ -58,29 +65,51 @@ def load_weights(model: Model, checkpoint: Checkpoint) -> None:
     faults = [f"missing: {name}" for name in sorted(expected - checkpoint.names)] + [f"no parameter for: {name}" for name in sorted(unused)]
     if faults:
         raise _weight_error(checkpoint, faults)
-    by_name = {rule.megatron: rule for rule in rules}
+    return expected
+
+
+def load_weights(model: Model, checkpoint: Checkpoint) -> None:
+    """Fills this rank's parameters from a Hugging Face checkpoint, reading only what belongs to this rank.
+
+    The value layer of a critic whose checkpoint has none stays as it is.
+
+    Raises:
+        UserError: all missing and unused tensors of the whole model at once, or all of this rank's that have another shape, hold NaN or infinite
+            values, or cannot be read.
+    """
+    expected = check_names(model, checkpoint)
+    faults = []
+    by_name = {rule.megatron: rule for rule in model.rules}
     for name, parameter in _named_state(model).items():
         rule = by_name[name]
         if not expected.issuperset(rule.hf):
             continue
         try:
-            parts = [checkpoint.get(part) for part in rule.hf]
+            shard = _read_shard(checkpoint, rule, *_shard_place(model, rule))
         except UserError as error:
             faults.append(str(error))
             continue
-        try:
-            shard = rule.layout.shard(rule.layout.to_megatron(parts), *_shard_place(model, rule))
-        except (RuntimeError, ValueError) as error:
-            faults.append(f"{' + '.join(rule.hf)}: shapes {[tuple(part.shape) for part in parts]} do not join into {name} ({error})")
+        except (RuntimeError, ValueError, IndexError) as error:
+            shapes = [checkpoint.shape(part) for part in rule.hf]
+            faults.append(f"{' + '.join(rule.hf)}: shapes {shapes} do not join into {name} ({error})")
             continue
         if shard.shape != parameter.shape:
-            shapes = [tuple(part.shape) for part in parts]
+            shapes = [checkpoint.shape(part) for part in rule.hf]
             faults.append(f"{' + '.join(rule.hf)}: shapes {shapes} give {tuple(shard.shape)} for {name}, which is {tuple(parameter.shape)}")
             continue
         with torch.no_grad():
             parameter.copy_(shard)
     if faults:
         raise _weight_error(checkpoint, faults)
+
+
+def _read_shard(checkpoint: Checkpoint, rule: Rule, size: int, rank: int) -> Tensor:
+    """This rank's part of a Megatron parameter, from those parts of the Hugging Face tensors that it is made of."""
+    dim, layout = rule.layout.dim, rule.layout
+    if dim is None or size == 1:
+        return layout.to_megatron([checkpoint.get(part) for part in rule.hf])
+    spans = [layout.span(checkpoint.shape(part)[dim], size, rank) for part in rule.hf]
+    return layout.share(size, rank).to_megatron([checkpoint.get(part, dim, span) for part, span in zip(rule.hf, spans, strict=True)])
 
 
 def _weight_error(checkpoint: Checkpoint, faults: list[str]) -> UserError:
@@ -127,23 +156,44 @@ class FullWeights:
             described += [(name, part.dtype, tuple(part.shape)) for name, part in zip(rule.hf, parts, strict=True)]
         return described
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every tensor on rank 0; on other ranks it yields nothing and takes part."""
+    def tensors(self, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors from number `first` on, on rank 0; on other ranks it yields nothing and takes part. `first` is the same on all."""
+        number = 0
+        coming: tuple[Rule, list[_Received], int] | None = None  # on its way while the consumer works on the one before
         for rule in self._rules:
-            shards = []
-            for _, (sender, shard) in sorted(self._senders[rule.megatron].items()):
-                own = self._parallel.rank == sender
-                if own and not self._parallel.is_driver:
-                    dist.send(self._state[rule.megatron].detach().contiguous(), dst=0)
-                elif self._parallel.is_driver:
-                    shards.append(self._state[rule.megatron].detach() if own else self._receive(shard, sender))
-            if self._parallel.is_driver:
-                yield from zip(rule.hf, rule.layout.to_hf(rule.layout.unshard(shards)), strict=True)
+            number += len(rule.hf)
+            if number <= first:
+                continue
+            received = self._exchange(rule)
+            if coming is not None:
+                yield from self._join(*coming)
+            coming = (rule, received, max(0, len(rule.hf) - (number - first)))
+        if coming is not None:
+            yield from self._join(*coming)
 
-    def _receive(self, shard: _Shard, sender: int) -> Tensor:
-        received = torch.empty(shard.shape, dtype=shard.dtype, device=self._parallel.device)
-        dist.recv(received, src=sender)
-        return received
+    def _exchange(self, rule: Rule) -> list[_Received]:
+        """Sends this rank's shards of a parameter to rank 0, or there begins to receive those of all."""
+        shards = []
+        for _, (sender, shard) in sorted(self._senders[rule.megatron].items()):
+            own = self._parallel.rank == sender
+            if own and not self._parallel.is_driver:
+                dist.send(self._state[rule.megatron].detach().contiguous(), dst=0)
+            elif own:
+                shards.append(_Received(self._state[rule.megatron].detach(), None))
+            elif self._parallel.is_driver:
+                buffer = torch.empty(shard.shape, dtype=shard.dtype, device=self._parallel.device)
+                shards.append(_Received(buffer, dist.irecv(buffer, src=sender)))
+        return shards
+
+    def _join(self, rule: Rule, received: list[_Received], skip: int) -> Iterator[tuple[str, Tensor]]:
+        """The Hugging Face tensors of a parameter from number `skip` on, on rank 0."""
+        if not self._parallel.is_driver:
+            return
+        for shard in received:
+            if shard.work is not None:
+                shard.work.wait()
+        parts = rule.layout.to_hf(rule.layout.unshard([shard.tensor for shard in received]))
+        yield from list(zip(rule.hf, parts, strict=True))[skip:]
 
 
 def named_parameters(model: Model) -> dict[str, torch.nn.Parameter]:

@@ -1,4 +1,7 @@
-"""Training checkpoints and Hugging Face directories: write one from the other, and check that both compute the same."""
+"""Training checkpoints and Hugging Face directories: write one from the other, and check that both compute the same.
+
+Each command runs alone or under torchrun. A process that runs alone takes checkpoints of any layout into one of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,54 @@ from otb_megatron.config import Config
 from otb_megatron.mcore import checkpoint
 from otb_megatron.mcore.model import Model, build_model, sets_stage_layers
 from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel, world
-from otb_megatron.mcore.shards import FullWeights
+from otb_megatron.mcore.shards import FullWeights, check_names
 from otb_megatron.mcore.step import statistics
 from otb_megatron.trainer.batch import distribute, gather_statistics
 from otb_megatron.trainer.driver import Driver
-from otb_megatron.trainer.learner import export_weights
+from otb_megatron.trainer.learner import Learner, export_weights
 from otb_megatron.trainer.source import demonstration_sample, load_tokenizer, read_prompts
+from otb_megatron.trainer.validate import saved_networks
 from otb_megatron.types import Trajectories, UserError
 from otb_megatron.weights.architectures import load_model
+from otb_megatron.weights.files import Checkpoint
 
 _COMPARED_SAMPLES = 32
 
 
+def import_model(config: Config) -> Path | None:
+    """Writes `model.path` as the checkpoint of step 0 in `trainer.output_dir`, in the layout of the `parallel` section.
+
+    Training that finds it there starts from it, as it would from `model.path`. Each rank reads its part of the weights alone.
+
+    Returns:
+        The checkpoint's directory, on the rank that tells; None elsewhere.
+
+    Raises:
+        UserError: weights and configuration do not fit, the directory has a checkpoint, or the disk does not take it.
+    """
+    hf = load_model(config.model.path)
+    root = config.trainer.output_dir / "checkpoints"
+    parallel = start_parallel(config.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
+    try:
+        driver = Driver(parallel)
+        driver.run("looking for checkpoints", lambda: _check_empty(root))
+        driver.run("comparing checksums", Checkpoint(hf.path).check)
+        Learner(config, "train", hf, parallel, driver).save(0, {"step": 0, "networks": saved_networks(config, "train")})
+        return checkpoint.latest(root) if driver.is_driver else None
+    finally:
+        stop_parallel()
+
+
 def export(config: Config, directory: Path | None, model_dir: Path) -> bool:
-    """Writes a training checkpoint as a Hugging Face model directory. Runs alone or under torchrun; the checkpoint may come from any layout.
+    """Writes a training checkpoint as a Hugging Face model directory. What a killed export of the same checkpoint has finished is not written again.
 
     Returns:
         Whether this rank wrote it.
     """
-    model, driver = _restore(config, directory)
+    model, driver, directory = _restore(config, directory)
     try:
-        export_weights(FullWeights(model), driver, model.hf.path, model_dir)
+        identity = {"checkpoint": str(directory.resolve()), "state": checkpoint.read_state(directory)}
+        export_weights(FullWeights(model), driver, model.hf.path, model_dir, identity=identity, show_progress=config.telemetry.progress)
         return driver.is_driver
     finally:
         stop_parallel()
@@ -41,13 +71,15 @@ def export(config: Config, directory: Path | None, model_dir: Path) -> bool:
 def verify(config: Config, directory: Path | None, model_dir: Path) -> float | None:
     """The largest difference of a token's log-prob between a checkpoint in Megatron and `model_dir` in transformers.
 
-    None on ranks that do not compare. It is taken over demonstrations of `data.train` (text they never need to answer well), at `rollout.temperature`.
+    The files are compared with their checksums first, and the tensors' names with the model's. The difference is taken over demonstrations
+    of `data.train` (text they never need to answer well), at `rollout.temperature`. None on ranks that do not compare.
 
     Raises:
-        UserError: if it is above 1e-4 for float32 models or 0.1 for bfloat16 ones.
+        UserError: if it is above 1e-4 for float32 models or 0.1 for bfloat16 ones; a file is damaged, a tensor missing or unknown.
     """
-    model, driver = _restore(config, directory)
+    model, driver, _ = _restore(config, directory)
     try:
+        driver.run("checking the exported files", lambda: _check_files(model, model_dir))
         trajectories = driver.run("reading the text to compare on", lambda: _demonstrations(config))
         batch = distribute(trajectories, config, model.parallel, driver)
         ours = gather_statistics(batch, statistics(model, model.wrapped_chunks(), batch.all_microbatches, config.rollout.temperature), driver)
@@ -63,7 +95,7 @@ def verify(config: Config, directory: Path | None, model_dir: Path) -> float | N
     return difference
 
 
-def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver]:
+def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver, Path]:
     hf = load_model(config.model.path)
     _, world_size = world()
     if world_size == 1:
@@ -76,7 +108,18 @@ def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver]:
     parallel: Parallel = start_parallel(config.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
     model = build_model(config, hf, parallel)
     checkpoint.load(directory / "policy", model, optimizer=None)
-    return model, Driver(parallel)
+    return model, Driver(parallel), directory
+
+
+def _check_empty(root: Path) -> None:
+    if (found := checkpoint.latest(root)) is not None:
+        raise UserError(f"{found} is there already; set trainer.output_dir to a directory without checkpoints")
+
+
+def _check_files(model: Model, model_dir: Path) -> None:
+    files = Checkpoint(model_dir)
+    files.check()
+    check_names(model, files)
 
 
 def _demonstrations(config: Config) -> Trajectories:

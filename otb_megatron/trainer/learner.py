@@ -19,6 +19,7 @@ from otb_megatron.mcore.parallel import Parallel
 from otb_megatron.mcore.shards import FullWeights, load_weights
 from otb_megatron.mcore.step import LocalOutput, ReferenceWeights, evaluate, train_step
 from otb_megatron.rollout.transfer import TensorMetadata
+from otb_megatron.telemetry.console import Countdown
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.trainer.batch import Batch
 from otb_megatron.trainer.driver import Driver
@@ -26,7 +27,8 @@ from otb_megatron.trainer.source import Engines
 from otb_megatron.trainer.validate import Task, TrainedNetwork, load_critic, trained_networks
 from otb_megatron.types import LossInputs
 from otb_megatron.weights.architectures import HuggingFaceModel
-from otb_megatron.weights.files import Checkpoint, write_checkpoint
+from otb_megatron.weights.export import Export
+from otb_megatron.weights.files import Checkpoint
 
 
 class Network:
@@ -134,13 +136,16 @@ class Learner:
         export_weights(self.weights, self._driver, self.model.hf.path, directory)
 
 
-def stream_weights(weights: FullWeights, driver: Driver, what: str, consume: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+def stream_weights(weights: FullWeights, driver: Driver, what: str, consume: Callable[[Iterator[tuple[str, Tensor]]], None], first: int = 0) -> None:
     """Streams the whole weights to `consume` on the driver; if it fails, every rank ends with its error. Collective over the world.
 
     The other ranks send their shards whatever becomes of `consume`, so the driver takes them all before it tells.
+
+    Args:
+        first: number of the first tensor to stream.
     """
     failure: list[Exception] = []
-    stream = weights.tensors()
+    stream = weights.tensors(first)
     if driver.is_driver:
         try:
             consume(item for item in stream)
@@ -156,6 +161,18 @@ def stream_weights(weights: FullWeights, driver: Driver, what: str, consume: Cal
     driver.run(what, announce)
 
 
-def export_weights(weights: FullWeights, driver: Driver, source: Path, directory: Path) -> None:
-    """Writes a Hugging Face model directory, whose config and tokenizer are those of `source`. Collective over the world."""
-    stream_weights(weights, driver, "the export", lambda tensors: write_checkpoint(directory, tensors, source=source, dtype=weights.dtype))
+def export_weights(weights: FullWeights, driver: Driver, source: Path, directory: Path, *, identity: Any = None, show_progress: bool = False) -> None:
+    """Writes a Hugging Face model directory, whose config and tokenizer are those of `source`. Collective over the world.
+
+    Args:
+        identity: as `weights.export.Export` takes it; the driver's counts.
+    """
+    export = driver.run("preparing the export", lambda: Export(directory, weights.metadata(), source=source, dtype=weights.dtype, identity=identity))
+    first = driver.share("what an interrupted export has written", export.num_done if export else 0)
+
+    def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        assert export is not None
+        countdown = Countdown("MiB", export.total_bytes >> 20) if show_progress else None
+        export.write(tensors, lambda num_bytes: countdown.update(num_bytes >> 20) if countdown else None)
+
+    stream_weights(weights, driver, "the export", write, first)

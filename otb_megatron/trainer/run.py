@@ -17,7 +17,7 @@ from otb_megatron.trainer.driver import Driver, tell
 from otb_megatron.trainer.learner import Learner
 from otb_megatron.trainer.reward_shaping import RewardShaping
 from otb_megatron.trainer.source import Demonstrations, Engines, Evaluation, Recording, Rollouts, Source, read_prompts
-from otb_megatron.trainer.validate import Task, trained_networks
+from otb_megatron.trainer.validate import Task, saved_networks, trained_networks
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel
 
@@ -72,15 +72,10 @@ class Run:
         assert self.source is not None
         return {
             "task": self.task,
-            "networks": self._network_state(),
+            "networks": saved_networks(self.config, self.task),
             "order": self.source.order.state_dict(),
             "reward_shaping": self.shaping.state_dict(),
         }
-
-    def _network_state(self) -> dict[str, dict[str, bool]]:
-        """What a checkpoint of another run must have in common with this one."""
-        networks = trained_networks(self.config, self.task).items()
-        return {name: {"use_distributed_optimizer": network.optimizer.use_distributed_optimizer} for name, network in networks}
 
     def _read_prompts(self) -> tuple[PromptSet, PromptSet | None]:
         data = self.config.data
@@ -94,7 +89,7 @@ class Run:
             return None
         directory = checkpoint.latest(config.trainer.output_dir / "checkpoints")
         state = checkpoint.read_state(directory) if directory else {}
-        if state and state["task"] != self.task:
+        if "task" in state and state["task"] != self.task:
             raise UserError(f"{directory} is a checkpoint of `{state['task']}`, not of `{self.task}`; set another trainer.output_dir")
         networks = trained_networks(config, self.task)
         if state and state["networks"].keys() != networks.keys():
@@ -127,14 +122,14 @@ class Run:
             self._open.callback(self.engines.close)
             self.source = Rollouts(config, self.engines, training)
             self.evaluation = Evaluation(self.engines, validation) if validation else None
-        if state:
+        if "order" in state:  # an imported model has none yet
             self.source.order.load_state_dict(state["order"])
             self.shaping.load_state_dict(state["reward_shaping"])
         self.recorder = Recorder(
             config.telemetry,
             config.trainer.output_dir,
             num_steps=config.trainer.num_steps,
-            first_step=self.first_step if state else 0,
+            first_step=self.first_step if self.first_step > 1 else 0,
             resolved_config=config.model_dump(mode="json"),
         )
 

@@ -90,6 +90,11 @@ def trained_networks(config: Config, task: Task) -> dict[str, TrainedNetwork]:
     return networks
 
 
+def saved_networks(config: Config, task: Task) -> dict[str, dict[str, bool]]:
+    """What a checkpoint must have in common with a run that continues it."""
+    return {name: {"use_distributed_optimizer": network.optimizer.use_distributed_optimizer} for name, network in trained_networks(config, task).items()}
+
+
 def load_critic(config: Config) -> HuggingFaceModel:
     """The model that the critic starts from. Raises what `load_model` raises."""
     return load_model(config.critic.path or config.model.path, "critic.path" if config.critic.path else "model.path")

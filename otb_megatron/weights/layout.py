@@ -1,13 +1,17 @@
 """Invertible layout operations between the tensors of a Hugging Face checkpoint and one Megatron parameter.
 
 Every operation works on full (unsharded) tensors: `to_megatron` joins Hugging Face tensors into the Megatron one and
-`to_hf` takes them apart again, bit for bit. `shard` and `unshard` cut the Megatron tensor over a parallel group.
+`to_hf` takes them apart again, bit for bit. `unshard` puts the full Megatron tensor together from the shards of a parallel group.
+
+A rank's shard is made of one span of each Hugging Face tensor, so that a rank need not read the rest: `span` says which, and
+`to_megatron` of the layout's `share` joins the spans into the shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,9 +30,15 @@ class Whole:
     def to_hf(self, full: Tensor) -> list[Tensor]:
         return [full]
 
-    def shard(self, full: Tensor, size: int, rank: int) -> Tensor:
-        """The slice of `full` that rank `rank` of `size` holds."""
-        return full if self.dim is None or size == 1 else full.chunk(size, self.dim)[rank]
+    def span(self, length: int, size: int, rank: int) -> slice:
+        """The part of a Hugging Face tensor of `length` along `dim` that belongs to the shard of `rank` among `size`. Raises ValueError if it is uneven."""
+        if length % size:
+            raise ValueError(f"{length} cannot be cut into {size} equal shards")
+        return slice(length // size * rank, length // size * (rank + 1))
+
+    def share(self, size: int, rank: int) -> Self:
+        """The layout of the shard of `rank` among `size` for itself."""
+        return self
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The full tensor from the slices of all ranks, in rank order."""
@@ -47,9 +57,6 @@ class GatedPair(Whole):
 
     def to_hf(self, full: Tensor) -> list[Tensor]:
         return list(full.chunk(2, 0))
-
-    def shard(self, full: Tensor, size: int, rank: int) -> Tensor:
-        return torch.cat([half.chunk(size, 0)[rank] for half in full.chunk(2, 0)], 0) if size > 1 else full
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         if len(shards) == 1:
@@ -70,6 +77,9 @@ class GroupedQKV(Whole):
     num_groups: int = 1
     head_dim: int = 1
 
+    def share(self, size: int, rank: int) -> Self:
+        return replace(self, num_groups=self.num_groups // size)
+
     def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
         grouped = [part.reshape(self.num_groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, 1).flatten(0, 1)
@@ -87,6 +97,14 @@ class PaddedVocabulary(Whole):
     dim: int | None = 0
     vocab_size: int = 0
     padded_vocab_size: int = 0
+
+    def span(self, length: int, size: int, rank: int) -> slice:
+        own = super().span(self.padded_vocab_size, size, rank)
+        return slice(min(own.start, length), min(own.stop, length))
+
+    def share(self, size: int, rank: int) -> Self:
+        own = self.span(self.vocab_size, size, rank)
+        return replace(self, vocab_size=own.stop - own.start, padded_vocab_size=self.padded_vocab_size // size)
 
     def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
         (part,) = parts

@@ -14,7 +14,8 @@ from transformers import AutoModelForTokenClassification
 
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import load_model
-from otb_megatron.weights.files import Checkpoint, write_checkpoint
+from otb_megatron.weights.export import Export
+from otb_megatron.weights.files import Checkpoint
 from otb_megatron.weights.layout import GatedPair, GroupedQKV, PaddedVocabulary, Whole
 from tests.models import CONFIGS, make_model
 
@@ -26,11 +27,31 @@ def test_grouped_qkv_by_hand() -> None:
     assert layout.to_megatron([q, k, v]).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
+def shard(layout: Whole, parts: list[torch.Tensor], size: int, rank: int) -> torch.Tensor:
+    """The shard of a rank from its spans of the parts alone."""
+    dim = layout.dim
+    if dim is not None:
+        index = [(*[slice(None)] * dim, layout.span(part.shape[dim], size, rank)) for part in parts]
+        parts = [part[span] for part, span in zip(parts, index, strict=True)]
+    return layout.share(size, rank).to_megatron(parts)
+
+
 def test_gated_shards_by_hand() -> None:
     """Rank 0 of 2 holds the first half of gate above the first half of up."""
-    full = GatedPair().to_megatron([torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]])
-    assert GatedPair().shard(full, 2, 0).flatten().tolist() == [0, 1, 10, 11]
-    assert GatedPair().shard(full, 2, 1).flatten().tolist() == [2, 3, 12, 13]
+    parts = [torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]]
+    assert shard(GatedPair(), parts, 2, 0).flatten().tolist() == [0, 1, 10, 11]
+    assert shard(GatedPair(), parts, 2, 1).flatten().tolist() == [2, 3, 12, 13]
+
+
+def test_vocabulary_shards_by_hand() -> None:
+    """5 rows padded to 8: rank 2 of 4 holds the last row and a row of zeros, rank 3 only zeros."""
+    layout, rows = PaddedVocabulary(vocab_size=5, padded_vocab_size=8), [torch.arange(1.0, 6.0)[:, None]]
+    assert [shard(layout, rows, 4, rank).flatten().tolist() for rank in range(4)] == [[1, 2], [3, 4], [5, 0], [0, 0]]
+
+
+def test_an_uneven_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="6 cannot be cut into 4 equal shards"):
+        Whole(dim=0).span(6, 4, 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -48,7 +69,7 @@ def test_gated_shards_by_hand() -> None:
 def test_round_trip_is_bit_exact(layout: Whole, shapes: list[tuple[int, ...]], size: int) -> None:
     parts = [torch.randn(shape) for shape in shapes]
     full = layout.to_megatron(parts)
-    shards = [layout.shard(full, size, rank) for rank in range(size)]
+    shards = [shard(layout, parts, size, rank) for rank in range(size)]
     assert torch.equal(layout.unshard(shards), full)
     for part, back in zip(parts, layout.to_hf(layout.unshard(shards)), strict=True):
         assert torch.equal(part, back)
@@ -181,43 +202,9 @@ def test_only_tensors_without_a_part_in_training_are_left_out(tmp_path: Path) ->
     assert model.is_left_out("model.layers.4.eh_proj.weight") and model.is_left_out("model.layers.0.self_attn.rotary_emb.inv_freq")
     for name in ("model.layers.3.mlp.gate.weight", "model.layers.5.eh_proj.weight", "model.layers.40.eh_proj.weight", "lm_head.weight"):
         assert not model.is_left_out(name)
-    write_checkpoint(tmp_path / "out", iter(original.items()), source=tmp_path / "model", dtype=torch.float32)
+    described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in original.items()]
+    Export(tmp_path / "out", described, source=tmp_path / "model", dtype=torch.float32).write(original.items())
     assert (model.config.num_nextn_predict_layers, load_model(tmp_path / "out").config.num_nextn_predict_layers) == (1, 0)
-
-
-def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
-    original = make_model(tmp_path / "model", "qwen3").state_dict()
-    write_checkpoint(tmp_path / "out", iter(original.items()), source=tmp_path / "model", dtype=torch.float32, max_shard_bytes=100_000)
-    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    exported = Checkpoint(tmp_path / "out")
-    assert exported.names == original.keys()
-    assert all(torch.equal(exported.get(name), tensor) for name, tensor in original.items())
-    assert (tmp_path / "out" / "tokenizer.json").is_file() and not (tmp_path / "out.partial").exists()
-
-
-def test_a_failing_export_leaves_the_old_one(tmp_path: Path) -> None:
-    make_model(tmp_path / "model", "qwen3")
-    make_model(tmp_path / "out", "qwen3", seed=1)
-    (tmp_path / "out" / "mine").write_text("kept")
-
-    def fails():
-        yield "a", torch.zeros(2)
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(UserError, match="No space left on device"):
-        write_checkpoint(tmp_path / "out", fails(), source=tmp_path / "model", dtype=torch.float32)
-    assert (tmp_path / "out" / "mine").read_text() == "kept" and not (tmp_path / "out.partial").exists()
-
-
-def test_an_export_replaces_nothing_but_an_export(tmp_path: Path) -> None:
-    original = make_model(tmp_path / "model", "qwen3").state_dict()
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "thesis.tex").write_text("years")
-    for directory, part in ((tmp_path / "work", "not an earlier export"), (tmp_path / "model", "must not replace the model")):
-        with pytest.raises(UserError, match=part):
-            write_checkpoint(directory, iter(original.items()), source=tmp_path / "model", dtype=torch.float32)
-    assert (tmp_path / "work" / "thesis.tex").read_text() == "years"
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,202 @@
+"""Writes a Hugging Face model directory from a stream of tensors, holding one of them at a time.
+
+safetensors' own writer wants all tensors of a file at once. Names, dtypes and shapes are known before the first value here, and
+with them every byte of a file's header and every offset, so that each tensor can go to disk as it comes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from otb_megatron.types import UserError
+from otb_megatron.weights.files import CHECKSUMS, INDEX
+
+TensorDescription = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape
+
+MAX_FILE_BYTES = 4 * 2**30
+_PROGRESS = "progress.json"
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
+_CARRIED = (
+    "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja chat_template.json "
+    "vocab.json merges.txt added_tokens.json tokenizer.model"
+).split()
+
+
+class Export:
+    """A directory that is being written: sharded safetensors with an index, config, generation config, tokenizer, chat template, checksums.
+
+    It is written beside `directory` and renamed at the end, so that a reader never sees half of one. What a killed export had finished
+    is taken over by the next one with the same `identity`.
+
+    Args:
+        directory: new, empty, or an earlier export, which is then replaced.
+        described: every tensor in the order in which they will come.
+        source: the directory the model started from; everything but the weights is copied from there.
+        dtype: recorded in config.json.
+        identity: what the weights are (JSON values), equal only if they are. None: never continue an earlier export.
+        max_file_bytes: tensors share a file up to this size.
+
+    Raises:
+        UserError: `directory` holds something else or is `source`, or cannot be written to.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        described: Sequence[TensorDescription],
+        *,
+        source: Path,
+        dtype: torch.dtype,
+        identity: Any = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        if directory.resolve() == source.resolve():
+            raise UserError(f"the export must not replace the model it comes from, {source}; name another directory")
+        if directory.exists() and any(directory.iterdir()) and not ((directory / "config.json").is_file() and list(directory.glob("*.safetensors"))):
+            raise UserError(f"{directory} holds files that are not an earlier export; name another directory, or empty it")
+        self._directory, self._source, self._dtype = directory, source, dtype
+        self._partial = directory.with_name(directory.name + ".partial")
+        groups = list(_files(described, max_file_bytes))
+        single = len(groups) == 1
+        self._files = {"model.safetensors" if single else f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+        self.total_bytes = sum(_num_bytes(one) for one in described)
+        plan = {file: [[name, str(dtype), list(shape)] for name, dtype, shape in group] for file, group in self._files.items()}
+        self._identity = None if identity is None else {"weights": identity, "plan": xxhash.xxh3_128_hexdigest(json.dumps(plan).encode())}
+        try:
+            self._digests = self._earlier()
+            if not self._digests:
+                shutil.rmtree(self._partial, ignore_errors=True)
+                self._partial.mkdir(parents=True)
+        except OSError as error:
+            raise self._error(error) from error
+
+    @property
+    def num_done(self) -> int:
+        """Tensors at the beginning of `described` that an interrupted export has written."""
+        return sum(len(self._files[file]) for file in self._digests)
+
+    def write(self, tensors: Iterable[tuple[str, Tensor]], progress: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Takes the tensors from number `num_done` on and completes the directory.
+
+        Args:
+            progress: called with the bytes done, of `total_bytes`, after each tensor.
+
+        Raises:
+            UserError: the disk does not take it. Then, and after an error of `tensors`, what was there before is still there and nothing else.
+        """
+        try:
+            stream = iter(tensors)
+            done = sum(_num_bytes(one) for file in self._digests for one in self._files[file])
+            for file, group in list(self._files.items())[len(self._digests) :]:
+                self._digests[file] = _write_file(self._partial / file, group, stream, lambda size, before=done: progress(before + size))
+                done += sum(map(_num_bytes, group))
+                if self._identity is not None:
+                    _replace(self._partial / _PROGRESS, json.dumps({"identity": self._identity, "checksums": self._digests}))
+            self._complete()
+        except OSError as error:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise self._error(error) from error
+        except Exception:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise
+
+    def _earlier(self) -> dict[str, str]:
+        """File -> checksum of what an interrupted export of the same weights finished."""
+        found = self._partial / _PROGRESS
+        if self._identity is None or not found.is_file():
+            return {}
+        progress = json.loads(found.read_text())
+        return progress["checksums"] if progress["identity"] == self._identity else {}
+
+    def _complete(self) -> None:
+        if len(self._files) > 1:
+            weight_map = {name: file for file, group in self._files.items() for name, _, _ in group}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            (self._partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        for name in _CARRIED:
+            if (self._source / name).is_file():
+                shutil.copy(self._source / name, self._partial / name)
+        config = json.loads((self._source / "config.json").read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}
+        if config.get("num_nextn_predict_layers"):
+            config["num_nextn_predict_layers"] = 0  # layers that draft further tokens are not trained and not written
+        (self._partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (self._partial / CHECKSUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in self._digests.items()))
+        (self._partial / _PROGRESS).unlink(missing_ok=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._partial.rename(self._directory)
+
+    def _error(self, error: OSError) -> UserError:
+        return UserError(f"cannot write the Hugging Face export {self._directory}: {error}; what was there before is as it was")
+
+
+def _files(described: Sequence[TensorDescription], max_file_bytes: int) -> Iterator[list[TensorDescription]]:
+    group: list[TensorDescription] = []
+    size = 0
+    for one in described:
+        if group and size + _num_bytes(one) > max_file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(one)
+        size += _num_bytes(one)
+    yield group
+
+
+def _write_file(path: Path, described: Sequence[TensorDescription], stream: Iterator[tuple[str, Tensor]], progress: Callable[[int], None]) -> str:
+    """Writes one safetensors file from the next tensors of `stream` and returns its checksum."""
+    digest = xxhash.xxh3_128()
+    done = 0
+    with path.open("wb", buffering=0) as file:
+        header = _header(described)
+        file.write(header)
+        digest.update(header)
+        for name, dtype, shape in described:
+            found, tensor = next(stream)
+            if (found, tensor.dtype, tuple(tensor.shape)) != (name, dtype, shape):
+                raise RuntimeError(f"{found} {tensor.dtype} {tuple(tensor.shape)} came where {name} {dtype} {shape} was described")
+            values = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            _write_all(file, values)
+            digest.update(values)
+            done += values.nbytes
+            progress(done)
+    return digest.hexdigest()
+
+
+def _write_all(file: Any, values: Any) -> None:
+    """The operating system takes at most 2 GiB at once."""
+    view = memoryview(values)
+    while len(view) > 0:
+        view = view[file.write(view) :]
+
+
+def _header(described: Sequence[TensorDescription]) -> bytes:
+    """The beginning of a safetensors file: the length of the JSON as eight bytes, little-endian, and the JSON, filled with spaces to a multiple of eight."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for one in described:
+        name, dtype, shape = one
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + _num_bytes(one)]}
+        offset += _num_bytes(one)
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _num_bytes(described: TensorDescription) -> int:
+    _, dtype, shape = described
+    return math.prod(shape) * dtype.itemsize
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    os.replace(temporary, path)

@@ -1,0 +1,79 @@
+"""Hugging Face to a training checkpoint and back, over parallel layouts, and a stream of weights taken up in its middle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from otb_megatron.config import validate as validate_config
+from otb_megatron.mcore.model import build_model
+from otb_megatron.mcore.parallel import start_parallel, stop_parallel
+from otb_megatron.mcore.shards import FullWeights, load_weights
+from otb_megatron.trainer.conversion import export, import_model
+from otb_megatron.types import UserError
+from otb_megatron.weights.architectures import load_model
+from otb_megatron.weights.files import Checkpoint
+from tests.distributed.launcher import run_ranks
+from tests.distributed.training import record_samples, settings, train
+from tests.models import VOCAB_SIZE, make_model
+
+
+def _import(rank: int, world_size: int, values: dict[str, Any]) -> Path | None:
+    return import_model(validate_config(values, "test"))
+
+
+def _export(rank: int, world_size: int, values: dict[str, Any], directory: Path) -> bool:
+    return export(validate_config(values, "test"), None, directory)
+
+
+def test_training_from_an_imported_model_equals_training_from_hugging_face(tmp_path: Path) -> None:
+    """Imported at PP2, trained at TP2, bit for bit. The import exports what came in, too, at a third layout."""
+    make_model(tmp_path / "model", "qwen3")
+    record_samples(tmp_path / "rollouts", vocab_size=VOCAB_SIZE)
+
+    def run(name: str, **parallel: int) -> dict[str, Any]:
+        values = settings(tmp_path / "model", tmp_path, parallel=parallel)
+        return values | {"trainer": values["trainer"] | {"output_dir": str(tmp_path / name)}}
+
+    written = run_ranks(_import, 2, run("imported", pipeline_model_parallel_size=2), timeout_s=120)
+    assert written == [tmp_path / "imported" / "checkpoints" / "step_00000000", None]
+    assert run_ranks(_export, 1, run("imported"), tmp_path / "export", timeout_s=120) == [True]
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    exported = Checkpoint(tmp_path / "export")
+    assert exported.names == original.keys() and all(torch.equal(exported.get(name), tensor) for name, tensor in original.items())
+
+    direct, imported = train(run("direct", tensor_model_parallel_size=2), 2), train(run("imported", tensor_model_parallel_size=2), 2)
+    assert all(torch.equal(direct.weights[name], imported.weights[name]) for name in direct.weights)
+    assert any(not torch.equal(direct.weights[name], original[name]) for name in original)
+    untimed = [[{k: v for k, v in step.items() if not k.startswith("time/")} for step in outcome.metrics] for outcome in (direct, imported)]
+    assert untimed[0] == untimed[1]
+    with pytest.raises(UserError, match="is there already"):
+        import_model(validate_config(run("imported"), "test"))
+
+
+def _two_streams(rank: int, world_size: int, values: dict[str, Any], first: int) -> list[list[tuple[str, Tensor]]]:
+    config = validate_config(values, "test")
+    hf = load_model(config.model.path)
+    parallel = start_parallel(config.parallel, seed=0, deadline_s=60)
+    model = build_model(config, hf, parallel)
+    load_weights(model, Checkpoint(hf.path))
+    weights = FullWeights(model)
+    streams = [[(name, tensor.clone()) for name, tensor in weights.tensors(start)] for start in (0, first)]
+    stop_parallel()
+    return streams
+
+
+@pytest.mark.parametrize("first", [5, 6])
+def test_a_stream_starts_at_any_tensor(tmp_path: Path, first: int) -> None:
+    """Also between the tensors that one Megatron parameter is made of."""
+    make_model(tmp_path / "model", "qwen3")
+    values = settings(tmp_path / "model", tmp_path, parallel={"tensor_model_parallel_size": 2})
+    (whole, rest), others = run_ranks(_two_streams, 2, values, first, timeout_s=120)
+    assert others == [[], []]
+    assert [name for name, _ in rest] == [name for name, _ in whole[first:]] and len(rest) > 10
+    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(rest, whole[first:], strict=True))
