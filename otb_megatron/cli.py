@@ -18,7 +18,10 @@ from otb_megatron.config import Config, load
 from otb_megatron.types import UserError
 
 _USER_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_LAUNCHER = "OTB_MEGATRON_LAUNCHER"  # the launcher's process id, for its ranks
 _GRACE_S = 60.0  # a rank that has nothing to say waits for the launcher to end it, so that the rank that has is not ended first
+_SHUTDOWN_S = 10  # between SIGTERM and SIGKILL for ranks that still run after another one failed; torchrun's 30 would only be waited
 
 _OVERRIDES = "overrides are dotted: rollout.n=4 algorithm.advantage=grpo optimizer.lr=1e-5; every key is described in docs/configuration.md"
 
@@ -134,9 +137,20 @@ def _sft(options: argparse.Namespace) -> None:
 
 
 def _run(config: Config, task: str) -> None:
+    if launcher := os.environ.pop(_LAUNCHER, None):
+        _end_with_launcher(int(launcher))
     from otb_megatron.trainer.main import run
 
     run(config, task)  # type: ignore[arg-type]
+
+
+def _end_with_launcher(pid: int) -> None:
+    """Linux kills this rank when its launcher dies; otherwise it would train on, beside the run that is started in its place."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != pid:  # it died before that
+        sys.exit(_FAILURE)
 
 
 def _launch(options: argparse.Namespace) -> None:
@@ -157,9 +171,13 @@ def _launch(options: argparse.Namespace) -> None:
         rdzv_endpoint=options.rdzv_endpoint,
         rdzv_configs={} if one_node else {"rank": options.node_rank},
         max_restarts=0,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # those of a cluster are passed on and answered by the ranks
+        shutdown_timeout=_SHUTDOWN_S,
     )
+    _pass_on_stop_signals()
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         _quiet(name)
+    os.environ[_LAUNCHER] = str(os.getpid())
     program = ["-m", "otb_megatron.cli", *(["--traceback"] if options.traceback else []), options.task, str(options.config), *options.overrides]
     try:
         elastic_launch(settings, sys.executable)(*program)
@@ -172,6 +190,28 @@ def _launch(options: argparse.Namespace) -> None:
                 name = signal.Signals(-failure.exitcode).name
                 print(f"error: rank {rank} was ended by {name}; SIGKILL often is the system running out of memory", file=sys.stderr)
         raise SystemExit(max((code for code in codes if code > 0), default=_FAILURE)) from None
+
+
+def _pass_on_stop_signals() -> None:
+    """A request to save and end goes to the ranks, which end by themselves; this process then ends as they do.
+
+    torchrun would signal each rank's process group (and with it Ray and the verifiers, which the running step needs) and kill what
+    still runs after 30 seconds.
+    """
+    import psutil
+
+    from otb_megatron.trainer.signals import STOP_SIGNALS
+
+    def pass_on(number: int, _: object) -> None:
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            rank.send_signal(number)
+        if not ranks:  # none has started
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
 
 
 def _quiet(logger: str) -> None:

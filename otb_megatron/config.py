@@ -270,8 +270,14 @@ class TrainerConfig(Section):
 class CheckpointConfig(Section):
     interval: NonNegativeInt = 0
     """Save every so many steps and after the last; 0 for after the last only."""
+    interval_s: NonNegativeFloat = 0.0
+    """Save at the end of a step when this many seconds have passed since the last save; 0 for never. Beside `interval`."""
     keep_last: PositiveInt = 2
     """Older checkpoints are deleted once a newer one is complete."""
+    keep_best: bool = False
+    """Also save whenever the held-out accuracy is above all before, and keep that checkpoint; `checkpoints/best` names it."""
+    async_save: bool = False
+    """Write in the background while training goes on; costs a copy of a rank's part of the checkpoint in host memory."""
 
 
 class TelemetryConfig(Section):

@@ -1,10 +1,12 @@
 """Training checkpoints through Megatron's dist_checkpointing, written so that a reader never sees half of one.
 
-    <root>/step_00000040/   a directory a network (`policy`, `critic`) with model, optimizer and schedule in Megatron's format, and state.json of the driver
+    <root>/step_00000040/   a directory a network (`policy`, `critic`) with model, optimizer and schedule in Megatron's format,
+                            state.json of the driver, checksums.json of every file
+    <root>/best             the name of the checkpoint with the highest held-out accuracy, where one is kept
     <root>/latest           the name of the newest complete checkpoint; moves last
 
-Nothing in the trainer is random between steps (no dropout), so no generator state is saved. The engines' random state starts anew
-with them.
+A checkpoint is written into a hidden directory and renamed when it is complete. Nothing in the trainer is random between steps (no
+dropout), so no generator state is saved. The engines' random state starts anew with them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +24,80 @@ import torch.distributed.checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
+from otb_megatron.mcore.checksums import CHECKSUMS_FILE, Checksum, checksums
 from otb_megatron.mcore.model import Model
 from otb_megatron.mcore.optimizer import Optimizer
 from otb_megatron.types import UserError
+from otb_megatron.weights.architectures import HuggingFaceModel
+
+FORMAT_VERSION = 1  # of the directory as a whole; goes up when a program of an older version could not continue from it
 
 _BYTES_PER_PARAMETER = 16  # float32 master weight and two moments, and the weight itself, rounded up
+_STATE_FILE = "state.json"
+_FAILURES = (OSError, CheckpointingException, torch.distributed.checkpoint.CheckpointException)
 
 
 def latest(root: Path) -> Path | None:
     """The newest complete checkpoint below `root`, or None. Raises UserError if `latest` names a directory that is not there."""
-    pointer = root / "latest"
+    return _pointed(root, "latest")
+
+
+def best(root: Path) -> Path | None:
+    """The checkpoint with the highest held-out accuracy below `root`, or None where none is kept."""
+    return _pointed(root, "best")
+
+
+def directory_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, once it is complete."""
+    return root / f"step_{step:08d}"
+
+
+def _pointed(root: Path, name: str) -> Path | None:
+    pointer = root / name
     if not pointer.is_file():
         return None
     directory = root / pointer.read_text().strip()
-    if not (directory / "state.json").is_file():
+    if not (directory / _STATE_FILE).is_file():
         raise UserError(f"{pointer} names {directory}, which is not a complete checkpoint; restore it, or write the name of another step_* directory there")
     return directory
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The driver's state in a checkpoint."""
-    return json.loads((directory / "state.json").read_text())
+    """The driver's state in a checkpoint.
+
+    Raises:
+        UserError: it is damaged, or of a format that this version does not read.
+    """
+    path = directory / _STATE_FILE
+    try:
+        state = json.loads(path.read_text())
+        version = state["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot read {path}: {type(error).__name__}: {error}; restore it, or continue from another checkpoint") from error
+    if version != FORMAT_VERSION:
+        advice = "update, a newer version wrote it" if version > FORMAT_VERSION else "use the older version that wrote it"
+        raise UserError(f"{directory} has format {version}, and this version reads format {FORMAT_VERSION}; {advice}")
+    return state
+
+
+def identity(hf: HuggingFaceModel) -> dict[str, Any]:
+    """What the driver's state keeps of a network's model, for `check_model`."""
+    return {"path": str(hf.path), "config": hf.identity}
+
+
+def check_model(directory: Path, model: dict[str, Any], hf: HuggingFaceModel) -> None:
+    """Raises UserError if a network of a checkpoint, whose `identity` was `model`, is of another config.json than `hf`, naming what differs."""
+    saved, own = model["config"], hf.identity
+    changed = [f"{key} was {saved.get(key)!r} and is now {own.get(key)!r}" for key in sorted(saved.keys() | own.keys()) if saved.get(key) != own.get(key)]
+    if changed:
+        raise UserError(
+            f"{directory} is a checkpoint of another model, {model['path']}, than {hf.path}: {'; '.join(changed)}. "
+            "Name that model again (model.path, critic.path), or set another trainer.output_dir"
+        )
 
 
 def begin(root: Path, step: int, num_parameters: dict[str, int]) -> None:
-    """Makes room for the checkpoint of `step`. On the driver; not collective.
+    """Makes room for the checkpoint of `step` and removes what an interrupted one left. On the driver; not collective.
 
     Args:
         num_parameters: of each whole network, by name.
@@ -56,11 +108,11 @@ def begin(root: Path, step: int, num_parameters: dict[str, int]) -> None:
     needed = sum(num_parameters.values()) * _BYTES_PER_PARAMETER
     try:
         root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(".step_*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
         free = shutil.disk_usage(root).free
-        partial = _partial(root, step)
-        shutil.rmtree(partial, ignore_errors=True)
         for name in num_parameters:
-            (partial / name).mkdir(parents=True)
+            (_partial(root, step) / name).mkdir(parents=True)
     except OSError as error:
         raise UserError(f"cannot write checkpoints to {root}: {error}; set trainer.output_dir elsewhere") from error
     if free < needed:
@@ -70,47 +122,138 @@ def begin(root: Path, step: int, num_parameters: dict[str, int]) -> None:
         )
 
 
-def write(root: Path, step: int, networks: dict[str, tuple[Model, Optimizer]]) -> None:
+class Writing:
+    """The tensors of one checkpoint on their way to the disk; `write` makes it.
+
+    In the background a thread of this process writes a copy in host memory: it ends with the process, however that ends, and the
+    thread takes part in no collective. Megatron's own asynchronous writer is a forked process, which survives its parent.
+    """
+
+    def __init__(self, root: Path, step: int, requests: list[Any], *, in_background: bool) -> None:
+        self.step = step
+        self._root, self._requests = root, requests
+        self._files: dict[str, Checksum] | BaseException = {}
+        self._thread: threading.Thread | None = None
+        # In the background, tensors that training cannot change any more, wherever they were.
+        buckets = [[] if request.async_fn is None else _on_host(request.async_fn_args[1], copy=in_background) for request in requests]
+        if in_background:
+            self._thread = threading.Thread(target=self._write_files, args=(buckets,), name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write_files(buckets)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's files are on the disk, or have failed to get there. Not collective."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Waits for all ranks' files and writes Megatron's description of them. Collective over the world.
+
+        Raises:
+            UserError: the disk does not take them. The partial checkpoint is removed and the previous one is still the latest.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            for request in self._requests:
+                for finalize in request.finalize_fns:
+                    finalize()
+        except _FAILURES as error:
+            shutil.rmtree(_partial(self._root, self.step), ignore_errors=True)
+            raise _write_error(self._root, self.step, error) from error
+
+    def checksums(self) -> dict[str, Checksum]:
+        """Of this rank's files, by their paths below the checkpoint. Not collective.
+
+        Raises:
+            UserError: they could not be read back.
+        """
+        if isinstance(self._files, BaseException):
+            raise _write_error(self._root, self.step, self._files) from self._files
+        return self._files
+
+    def _write_files(self, buckets_of_requests: list[list[Any]]) -> None:
+        try:
+            for request, buckets in zip(self._requests, buckets_of_requests, strict=True):
+                if buckets:  # otherwise none of this network is this rank's to write
+                    rank, _, results = request.async_fn_args
+                    request.async_fn(rank, buckets, results, **request.async_fn_kwargs)
+            paths = [Path(path) for buckets in buckets_of_requests for path, _, _ in buckets]
+            self._files = checksums(_partial(self._root, self.step), paths)
+        except BaseException as error:  # noqa: B036 - kept for the main thread
+            self._files = error
+
+
+def write(root: Path, step: int, networks: dict[str, tuple[Model, Optimizer]], *, in_background: bool = False) -> Writing:
     """Writes the tensors beside the earlier checkpoints. Collective over the world.
 
     Args:
         networks: those that `begin` was told of.
+        in_background: copy the tensors to host memory and return; the caller may train on, and calls `finish` when all ranks
+            have written, or must have.
 
     Raises:
         UserError: the disk does not take them. The partial checkpoint is removed and the previous one is still the latest.
     """
     partial = _partial(root, step)
+    requests = []
     try:
         for name, (model, optimizer) in networks.items():
             metadata = _metadata(model)
             state = _sharded_state(model, optimizer, metadata, is_loading=False)
-            dist_checkpointing.save(state, str(partial / name), content_metadata=_saved_metadata(metadata))
-    except (OSError, CheckpointingException, torch.distributed.checkpoint.CheckpointException) as error:
+            saved = _saved_metadata(metadata)
+            requests.append(dist_checkpointing.save(state, str(partial / name), content_metadata=saved, async_sharded_save=True, async_strategy="mcore"))
+    except _FAILURES as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _write_error(root, step, error) from error
+    return Writing(root, step, requests, in_background=in_background)
 
 
-def complete(root: Path, step: int, state: dict[str, Any], keep_last: int) -> Path:
-    """Makes what `write` wrote the latest checkpoint. On the driver, after all ranks have written; not collective.
+def complete(root: Path, step: int, state: dict[str, Any], files: dict[str, Checksum], *, keep_last: int, is_best: bool = False) -> Path:
+    """Makes what `write` wrote the latest checkpoint. On the driver, after all ranks have finished; not collective.
 
     Args:
         state: the driver's own state, JSON values.
-        keep_last: how many complete checkpoints remain. Those of later steps, from before a return to an earlier one, go in any case.
+        files: checksums of all ranks' files, by their paths below the checkpoint.
+        keep_last: how many complete checkpoints remain, besides the best. Those of later steps, from before a return to an earlier
+            one, go in any case.
+        is_best: `best` names this checkpoint from now on.
     """
-    directory, partial = root / f"step_{step:08d}", _partial(root, step)
+    directory, partial = directory_of(root, step), _partial(root, step)
     try:
-        _write_durably(partial / "state.json", json.dumps(state, indent=2) + "\n")
-        shutil.rmtree(directory, ignore_errors=True)
+        _write_durably(partial / _STATE_FILE, json.dumps(state | {"format_version": FORMAT_VERSION}, indent=2) + "\n")
+        of_driver = checksums(partial, (path for path in partial.rglob("*") if path.is_file() and str(path.relative_to(partial)) not in files))
+        _write_durably(partial / CHECKSUMS_FILE, json.dumps(files | of_driver, indent=2) + "\n")
+        if (kept := best(root)) is not None and kept.name >= directory.name:
+            (root / "best").unlink()
+        _remove(directory)
         partial.rename(directory)
+        if is_best:
+            _write_durably(root / "best", directory.name + "\n")
         _write_durably(root / "latest", directory.name + "\n")
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _write_error(root, step, error) from error
-    found = sorted(path.name for path in root.iterdir() if re.fullmatch(r"step_\d{8}", path.name))
-    kept = [name for name in found if name <= directory.name][-keep_last:]
-    for name in set(found) - set(kept):
-        shutil.rmtree(root / name)
+    found = sorted(path for path in root.iterdir() if re.fullmatch(r"step_\d{8}", path.name))
+    remaining = {*[path for path in found if path <= directory][-keep_last:], best(root)}
+    for path in found:
+        if path not in remaining:
+            _remove(path)
     return directory
+
+
+def _remove(directory: Path) -> None:
+    """Deletes a checkpoint under a hidden name: one that is half deleted when the process dies must not look like a whole one."""
+    if directory.exists():
+        hidden = directory.with_name(f".{directory.name}.removed.partial")
+        directory.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def _on_host(buckets: list[Any], *, copy: bool = False) -> list[Any]:
+    """Megatron's write buckets with their tensors in host memory."""
+    return [(path, key, (data, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors])) for path, key, (data, tensors) in buckets]
 
 
 def _partial(root: Path, step: int) -> Path:
@@ -180,13 +323,23 @@ def _saved_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    """Replaces `path` at once, after its bytes have reached the disk."""
+    """Replaces `path` at once, after its bytes and what was renamed beside it before have reached the disk."""
     temporary = path.with_name(path.name + ".partial")
     with open(temporary, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    _sync(path.parent)
     os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _cause(error: BaseException) -> str:

@@ -15,6 +15,7 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import queue
 import sys
 import types
 import warnings
@@ -38,7 +39,7 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like"
 def prepare() -> None:
     """Installs the stand-in and the repairs. Must run before the first import of `megatron.core`; a second call does nothing.
 
-    With a GPU there is no stand-in, and without Transformer Engine and Apex the repair for torch's Adam remains.
+    With a GPU there is no stand-in; the repair for checkpoints remains, and without Transformer Engine and Apex the one for torch's Adam.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # each module names the optional packages it lacks
     for name in _CHATTY:
@@ -46,14 +47,14 @@ def prepare() -> None:
     if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
     if torch.cuda.is_available():
-        if not any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex")):
-            sys.meta_path.insert(0, _MegatronFinder(torch, _TORCH_ADAM_REPAIRS))
+        has_adam = any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
+        sys.meta_path.insert(0, _MegatronFinder(torch, _CHECKPOINT_REPAIRS | ({} if has_adam else _TORCH_ADAM_REPAIRS)))
         return
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError("megatron.core was imported before otb_megatron.mcore; import otb_megatron.mcore first")
     # Megatron's jit_fuser is torch.compile: its first step compiles small functions for up to 20 s.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    sys.meta_path.insert(0, _MegatronFinder(_torch_without_cuda(), _CPU_REPAIRS | _TORCH_ADAM_REPAIRS))
+    sys.meta_path.insert(0, _MegatronFinder(_torch_without_cuda(), _CPU_REPAIRS | _CHECKPOINT_REPAIRS | _TORCH_ADAM_REPAIRS))
     # Tied embeddings under PP, CP index tensors and optimizer checkpoints call .cuda() on tensors; streams record them.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
@@ -243,15 +244,17 @@ def _repair_distributed_optimizer(module: Any) -> None:
 
 
 def _repair_checkpoint_writer(module: Any) -> None:
-    """The result queue's default "spawn" manager imports the main program again: 5 to 10 s a save on every rank."""
-    queue = module.get_write_results_queue
-    module.get_write_results_queue = lambda mp_mode="fork": queue("fork")
+    """The writer's results pass through a queue in a process of its own, for writers that are processes.
+
+    Ours are threads. That process imports the main program again (5 to 10 s on every rank) and outlives a rank that is killed.
+    """
+    module.get_write_results_queue = lambda mp_mode="spawn": queue.SimpleQueue()
 
 
 _CPU_REPAIRS: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.random": _repair_random,
     "megatron.core.tensor_parallel.mappings": _repair_mappings,
     "megatron.core.transformer.moe.token_dispatcher": _repair_dispatcher,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": _repair_checkpoint_writer,
 }
+_CHECKPOINT_REPAIRS: dict[str, Callable[[Any], None]] = {"megatron.core.dist_checkpointing.strategies.filesystem_async": _repair_checkpoint_writer}
 _TORCH_ADAM_REPAIRS: dict[str, Callable[[Any], None]] = {"megatron.core.optimizer.distrib_optimizer": _repair_distributed_optimizer}

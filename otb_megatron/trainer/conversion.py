@@ -19,9 +19,8 @@ from otb_megatron.mcore.shards import FullWeights, check_names
 from otb_megatron.mcore.step import statistics
 from otb_megatron.trainer.batch import distribute, gather_statistics
 from otb_megatron.trainer.driver import Driver
-from otb_megatron.trainer.learner import Learner, export_weights
+from otb_megatron.trainer.learner import Learner, export_weights, restore
 from otb_megatron.trainer.source import demonstration_sample, load_tokenizer, read_prompts
-from otb_megatron.trainer.validate import saved_networks
 from otb_megatron.types import Trajectories, UserError
 from otb_megatron.weights.architectures import load_model
 from otb_megatron.weights.files import Checkpoint
@@ -47,7 +46,8 @@ def import_model(config: Config) -> Path | None:
         driver = Driver(parallel)
         driver.run("looking for checkpoints", lambda: _check_empty(root))
         driver.run("comparing checksums", Checkpoint(hf.path).check)
-        Learner(config, "train", hf, parallel, driver).save(0, {"step": 0, "networks": saved_networks(config, "train")})
+        learner = Learner(config, "train", hf, parallel, driver)
+        learner.complete_save(learner.start_save(0), {"step": 0, "networks": learner.identity}, is_best=False)
         return checkpoint.latest(root) if driver.is_driver else None
     finally:
         stop_parallel()
@@ -107,8 +107,10 @@ def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver, Pat
         raise UserError(f"{root} holds no checkpoint; name one with --checkpoint or set trainer.output_dir to a run that saved one")
     parallel: Parallel = start_parallel(config.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
     model = build_model(config, hf, parallel)
-    checkpoint.load(directory / "policy", model, optimizer=None)
-    return model, Driver(parallel), directory
+    driver = Driver(parallel)
+    driver.run("looking at the checkpoint", lambda: checkpoint.check_model(directory, checkpoint.read_state(directory)["networks"]["policy"]["model"], hf))
+    restore(directory, {"policy": (model, None)}, driver)
+    return model, driver, directory
 
 
 def _check_empty(root: Path) -> None:

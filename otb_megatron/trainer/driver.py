@@ -34,7 +34,7 @@ class Driver:
 
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
-        self.is_driver = parallel.is_driver
+        self.is_driver, self.rank, self.world_size = parallel.is_driver, parallel.rank, parallel.world_size
         self.replica_of_rank: list[int] = [0] * parallel.world_size  # data-parallel rank of every rank
         self._wait("the start of all ranks", dist.all_gather_object, self.replica_of_rank, parallel.dp_rank)
 
@@ -64,13 +64,18 @@ class Driver:
             result = work()
         except Exception as caught:
             error = caught
-        failures: list[bool] = [False] * self._parallel.world_size
-        self._wait(what, dist.all_gather_object, failures, error is not None)
+        failures = self.exchange(what, error is not None)
         if error is not None and failures.index(True) == self._parallel.rank:
             raise error
         if any(failures):
             raise FailedElsewhere(f"rank {failures.index(True)} failed in {what}")
         return result  # type: ignore[return-value]
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank's `value` in rank order, on every rank."""
+        received: list[Any] = [None] * self._parallel.world_size
+        self._wait(what, dist.all_gather_object, received, value)
+        return received
 
     def share(self, what: str, value: Any) -> Any:
         """The driver's `value` on every rank."""

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from otb_megatron.config import Config
-from otb_megatron.mcore import checkpoint
+from otb_megatron.mcore import checkpoint, checksums
 from otb_megatron.mcore.model import Model, build_model
 from otb_megatron.mcore.objective import Objective, PolicyObjective, ValueObjective
-from otb_megatron.mcore.optimizer import build_optimizer
+from otb_megatron.mcore.optimizer import Optimizer, build_optimizer
 from otb_megatron.mcore.parallel import Parallel
 from otb_megatron.mcore.shards import FullWeights, load_weights
 from otb_megatron.mcore.step import LocalOutput, ReferenceWeights, evaluate, train_step
@@ -35,7 +35,8 @@ class Network:
     """A model under training: with its optimizer and what it minimises. Building it and every method is collective over the world."""
 
     def __init__(self, model: Model, training: TrainedNetwork, objective: Objective, driver: Driver) -> None:
-        self.model, self._objective, self._driver = model, objective, driver
+        self.model, self.settings = model, training.optimizer
+        self._objective, self._driver = objective, driver
         self.optimizer = build_optimizer(model, training.optimizer, training.num_steps)
         self.weights = FullWeights(model)
 
@@ -80,11 +81,19 @@ class Learner:
             critic = build_model(config, load_critic(config), parallel, is_critic=True)
             driver.together("loading the critic's weights", lambda: load_weights(critic, Checkpoint(critic.hf.path)))
             self.networks["critic"] = Network(critic, networks["critic"], ValueObjective(config.critic.cliprange_value), driver)
-        self._checkpoints = config.trainer.output_dir / "checkpoints"
+        self.checkpoints = config.trainer.output_dir / "checkpoints"
 
     @property
     def critic(self) -> Network | None:
         return self.networks.get("critic")
+
+    @property
+    def identity(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint and the run that continues it must have in common, by network."""
+        return {
+            name: {"use_distributed_optimizer": network.settings.use_distributed_optimizer, "model": checkpoint.identity(network.model.hf)}
+            for name, network in self.networks.items()
+        }
 
     def statistics(self, batch: Batch) -> list[LocalOutput]:
         """Of every action under the current weights."""
@@ -118,22 +127,38 @@ class Learner:
 
         stream_weights(self.weights, self._driver, "sending the weights to the engines", send)
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Writes a checkpoint of every network; `state` is the driver's."""
+    def start_save(self, step: int) -> checkpoint.Writing:
+        """Writes the tensors of every network, or starts to with `checkpoint.async_save`. The checkpoint before must be complete."""
         sizes = {name: network.num_parameters for name, network in self.networks.items()}
-        self._driver.run("making room for a checkpoint", lambda: checkpoint.begin(self._checkpoints, step, sizes))
-        checkpoint.write(self._checkpoints, step, {name: (network.model, network.optimizer) for name, network in self.networks.items()})
-        self._driver.together("writing a checkpoint", lambda: None)
-        self._driver.run("completing a checkpoint", lambda: checkpoint.complete(self._checkpoints, step, state, self._config.checkpoint.keep_last))
+        self._driver.run("making room for a checkpoint", lambda: checkpoint.begin(self.checkpoints, step, sizes))
+        networks = {name: (network.model, network.optimizer) for name, network in self.networks.items()}
+        return checkpoint.write(self.checkpoints, step, networks, in_background=self._config.checkpoint.async_save)
+
+    def complete_save(self, writing: checkpoint.Writing, state: dict[str, Any], *, is_best: bool) -> None:
+        """Waits for the tensors and makes the checkpoint the latest; `state` is the driver's at the time of `start_save`."""
+        writing.finish()
+        found = self._driver.gather("the checksums", self._driver.together("writing a checkpoint", writing.checksums))
+        files = {name: checksum for of_rank in found for name, checksum in of_rank.items()}
+        keep_last = self._config.checkpoint.keep_last
+        self._driver.run(
+            "completing a checkpoint",
+            lambda: checkpoint.complete(self.checkpoints, writing.step, state, files, keep_last=keep_last, is_best=is_best),
+        )
 
     def restore(self, directory: Path) -> None:
         """Continues from a checkpoint."""
-        for name, network in self.networks.items():
-            checkpoint.load(directory / name, network.model, network.optimizer)
+        restore(directory, {name: (network.model, network.optimizer) for name, network in self.networks.items()}, self._driver)
 
     def export(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face model directory."""
         export_weights(self.weights, self._driver, self.model.hf.path, directory)
+
+
+def restore(directory: Path, networks: dict[str, tuple[Model, Optimizer | None]], driver: Driver) -> None:
+    """Fills networks, by name, from a checkpoint whose files are first compared with their checksums. Collective over the world."""
+    driver.together("checking the checkpoint", lambda: checksums.check(directory, driver.rank, driver.world_size))
+    for name, (model, optimizer) in networks.items():
+        checkpoint.load(directory / name, model, optimizer)
 
 
 def stream_weights(weights: FullWeights, driver: Driver, what: str, consume: Callable[[Iterator[tuple[str, Tensor]]], None], first: int = 0) -> None:

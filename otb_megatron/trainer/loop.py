@@ -9,18 +9,18 @@ from otb_megatron.trainer.batch import Batch, distribute, gather_statistics, gat
 from otb_megatron.trainer.estimation import demonstration_inputs, loss_inputs
 from otb_megatron.trainer.observation import record_samples
 from otb_megatron.trainer.run import Run
+from otb_megatron.trainer.saver import Stopped
 from otb_megatron.trainer.source import check_samples
 from otb_megatron.types import LossInputs, Trajectories
 
 
-def train(run: Run) -> None:
-    """Trains from the first step that is not in the checkpoint to `trainer.num_steps`."""
-    num_steps, interval = run.config.trainer.num_steps, run.config.checkpoint.interval
+def train(run: Run) -> Stopped | None:
+    """Trains from the first step that is not in the checkpoint to `trainer.num_steps`, or until a signal asks to stop."""
     if run.has_engines:
         run.learner.publish(run.engines, version=run.first_step - 1)
         if run.first_step == 1:
             record(run, 0, Metrics())
-    for step in range(run.first_step, num_steps + 1):
+    for step in range(run.first_step, run.config.trainer.num_steps + 1):
         metrics = Metrics()
         batch = collect(run, step, metrics)
         inputs = estimate(run, step, batch, metrics)
@@ -32,10 +32,12 @@ def train(run: Run) -> None:
             with run.timer.phase("weights"):
                 run.learner.publish(run.engines, version=step)
             metrics.maximum("weights/version", step)
-        record(run, step, metrics)
-        if step == num_steps or (interval and step % interval == 0):
-            with run.timer.phase("checkpoint"):
-                run.learner.save(step, {"step": step, **run.state} if run.driver.is_driver else {})
+        accuracy = record(run, step, metrics)
+        with run.timer.phase("checkpoint"):
+            stopped = run.saver.after_step(step, run.state, accuracy)
+        if stopped:
+            return stopped
+    return None
 
 
 def collect(run: Run, step: int, metrics: Metrics) -> Batch:
@@ -75,8 +77,8 @@ def estimate(run: Run, step: int, batch: Batch, metrics: Metrics) -> list[list[L
         return scatter_loss_inputs(batch, run.driver.run("estimating advantages", on_driver), run.driver)
 
 
-def record(run: Run, step: int, metrics: Metrics) -> None:
-    """Measures held-out accuracy where it is due and logs the step, on the driver.
+def record(run: Run, step: int, metrics: Metrics) -> float | None:
+    """Measures held-out accuracy where it is due and logs the step, on the driver. Returns what it measured there, None elsewhere.
 
     A step is logged before it is saved, so that a kill between the two loses no line: a resume repeats the step and its
     line. The time of a checkpoint is therefore part of the following step.
@@ -84,7 +86,7 @@ def record(run: Run, step: int, metrics: Metrics) -> None:
     settings = run.config.trainer
     due = step in (0, settings.num_steps) or (settings.eval_interval and step % settings.eval_interval == 0)
 
-    def on_driver() -> None:
+    def on_driver() -> float | None:
         assert run.recorder is not None
         values = metrics.values()
         if run.evaluation is not None and due:
@@ -96,5 +98,6 @@ def record(run: Run, step: int, metrics: Metrics) -> None:
             run.recorder.log(step, values)
         run.timer.reset()
         run.step_started = time.perf_counter()
+        return values.get("eval/accuracy")
 
-    run.driver.run(f"evaluating after step {step}", on_driver)
+    return run.driver.run(f"evaluating after step {step}", on_driver)

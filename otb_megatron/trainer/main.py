@@ -14,7 +14,10 @@ from otb_megatron.types import UserError
 
 
 def run(config: Config, task: Task) -> None:
-    """Validates, trains (or resumes), exports, and reports. Every rank of the run calls it."""
+    """Validates, trains (or resumes), exports, and reports. Every rank of the run calls it.
+
+    A run that a signal stops is saved, says so in one line, and returns; it neither exports nor reports.
+    """
     rank, world_size = world()
     try:
         model = validate(config, task, world_size)
@@ -25,11 +28,13 @@ def run(config: Config, task: Task) -> None:
     output_dir, num_steps = config.trainer.output_dir, config.trainer.num_steps
     with Run(config, task, model) as assembled:
         is_driver, finished = assembled.parallel.is_driver, assembled.finished
-        if not finished:
-            train(assembled)
-        if not finished or not assembled.driver.share("whether there is an export", (output_dir / "export").is_dir()):
+        stopped = None if finished else train(assembled)
+        if not stopped and (not finished or not assembled.driver.share("whether there is an export", (output_dir / "export").is_dir())):
             assembled.learner.export(output_dir / "export")
     if not is_driver:
+        return
+    if stopped:
+        print(f"stopped by {stopped.signal} after step {stopped.step} of {num_steps}: saved {stopped.directory}; the same command continues from there")
         return
     if finished:
         print(f"{output_dir} has all {num_steps} steps already; set a higher trainer.num_steps to continue it")

@@ -16,8 +16,9 @@ from otb_megatron.telemetry.timing import PhaseTimer
 from otb_megatron.trainer.driver import Driver, tell
 from otb_megatron.trainer.learner import Learner
 from otb_megatron.trainer.reward_shaping import RewardShaping
+from otb_megatron.trainer.saver import Saver
 from otb_megatron.trainer.source import Demonstrations, Engines, Evaluation, Recording, Rollouts, Source, read_prompts
-from otb_megatron.trainer.validate import Task, saved_networks, trained_networks
+from otb_megatron.trainer.validate import Task, load_critic, trained_networks
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel
 
@@ -49,7 +50,7 @@ class Run:
         try:
             # What a user may have got wrong comes first: building the model and starting engines take a while.
             prompts = self.driver.run("reading the data", self._read_prompts)
-            resume_from = self.driver.share("the checkpoint to resume from", self.driver.run("looking for a checkpoint", self._resume_from))
+            resume_from = self.driver.share("the checkpoint to resume from", self.driver.run("looking for a checkpoint", lambda: self._resume_from(hf)))
             state: dict[str, Any] = checkpoint.read_state(resume_from) if resume_from else {}
             self.first_step = state.get("step", 0) + 1
             self.learner = Learner(config, task, hf, self.parallel, self.driver)
@@ -57,6 +58,8 @@ class Run:
                 self.learner.restore(resume_from)
             self.driver.run("starting the rollout engines", lambda: self._start_driver(state, prompts))  # type: ignore[arg-type]
             self.has_engines = self.driver.share("whether engines run", self.engines is not None)
+            self.saver = Saver(config, self.learner, self.driver, resume_from)  # after the engines: Ray sets handlers of signals too
+            self._open.callback(self.saver.close)
         except BaseException as error:
             self.__exit__(type(error), error)
             raise
@@ -68,11 +71,12 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the driver, but for the step."""
-        assert self.source is not None
+        """What a checkpoint keeps of the driver, but for the step; nothing on the other ranks."""
+        if self.source is None:
+            return {}
         return {
             "task": self.task,
-            "networks": saved_networks(self.config, self.task),
+            "networks": self.learner.identity,
             "order": self.source.order.state_dict(),
             "reward_shaping": self.shaping.state_dict(),
         }
@@ -82,22 +86,25 @@ class Run:
         evaluates = data.validation is not None and self.task == "train" and self.config.rollout.replay_dir is None
         return read_prompts(self.config, data.train), read_prompts(self.config, data.validation) if evaluates else None  # type: ignore[arg-type]
 
-    def _resume_from(self) -> Path | None:
+    def _resume_from(self, hf: HuggingFaceModel) -> Path | None:
         """The checkpoint to continue from, checked against this run."""
         config = self.config
         if config.trainer.resume == "never":
             return None
         directory = checkpoint.latest(config.trainer.output_dir / "checkpoints")
-        state = checkpoint.read_state(directory) if directory else {}
+        if directory is None:
+            return None
+        state = checkpoint.read_state(directory)
         if "task" in state and state["task"] != self.task:
             raise UserError(f"{directory} is a checkpoint of `{state['task']}`, not of `{self.task}`; set another trainer.output_dir")
         networks = trained_networks(config, self.task)
-        if state and state["networks"].keys() != networks.keys():
+        if state["networks"].keys() != networks.keys():
             raise UserError(
                 f"{directory} holds {' and '.join(state['networks'])}, and algorithm.advantage={config.algorithm.advantage} trains {' and '.join(networks)}; "
                 "continue with the same kind of estimator, or set another trainer.output_dir"
             )
-        for name, network in networks.items() if state else ():
+        for name, network in networks.items():
+            checkpoint.check_model(directory, state["networks"][name]["model"], hf if name == "policy" else load_critic(config))
             saved = state["networks"][name]["use_distributed_optimizer"]
             if saved != network.optimizer.use_distributed_optimizer:
                 raise UserError(f"{directory} was written with {network.section}.use_distributed_optimizer={saved}; continue with the same setting")

@@ -64,6 +64,8 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
             f"algorithm.optimizer_steps_per_rollout={config.algorithm.optimizer_steps_per_rollout} cannot share data.prompts_per_step="
             f"{config.data.prompts_per_step} prompts; a prompt's responses stay together"
         )
+    if config.checkpoint.keep_best and (config.data.validation is None or task == "sft" or config.rollout.replay_dir is not None):
+        faults.append("checkpoint.keep_best=true needs a held-out accuracy, which only `train` with data.validation and without rollout.replay_dir measures")
     if config.trainer.resume == "never" and collect(faults, lambda: checkpoint.latest(config.trainer.output_dir / "checkpoints")):
         faults.append(f"trainer.resume=never, but {config.trainer.output_dir}/checkpoints holds one; set trainer.resume=auto or another trainer.output_dir")
     if faults:
@@ -88,11 +90,6 @@ def trained_networks(config: Config, task: Task) -> dict[str, TrainedNetwork]:
     if task == "train" and needs_critic(config.algorithm.advantage):
         networks["critic"] = TrainedNetwork("critic.optimizer", config.critic.optimizer, rollouts * per_rollout)
     return networks
-
-
-def saved_networks(config: Config, task: Task) -> dict[str, dict[str, bool]]:
-    """What a checkpoint must have in common with a run that continues it."""
-    return {name: {"use_distributed_optimizer": network.optimizer.use_distributed_optimizer} for name, network in trained_networks(config, task).items()}
 
 
 def load_critic(config: Config) -> HuggingFaceModel:

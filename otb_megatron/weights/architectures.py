@@ -58,6 +58,11 @@ class HuggingFaceModel:
     def rope(self) -> Rope:
         return rope(self.config)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What of config.json decides which weights there are and what they compute: all but the fields without effect."""
+        return {key: value for key, value in self.config.items() if key == "model_type" or key not in _NO_EFFECT}
+
     def padded_vocab_size(self, tensor_model_parallel_size: int, divisible_by: int) -> int:
         """The vocabulary size rounded up so that every tensor-parallel rank holds the same multiple of `divisible_by` rows."""
         multiple = tensor_model_parallel_size * divisible_by

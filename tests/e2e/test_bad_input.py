@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -93,6 +94,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "no model": (["model.path=nowhere"], ["model.path=nowhere", "no config.json"]),
     "no recording": (["rollout.replay_dir=nowhere"], ["rollout.replay_dir=nowhere", "rollout.save=true"]),
     "no verifier": (["rollout.replay_dir=null", "rewards.function=math_verfy"], ["rewards.function='math_verfy'", "'math_verify'"]),
+    "best without held-out prompts": (["checkpoint.keep_best=true"], ["checkpoint.keep_best=true needs a held-out accuracy"]),
     "warmup": (["optimizer.lr_warmup_steps=3"], ["optimizer.lr_warmup_steps=3", "3 optimizer steps"]),
     "no data": (["data.train.path=nowhere.jsonl"], ["nowhere.jsonl"]),
 }
@@ -222,15 +224,16 @@ def test_a_full_disk_keeps_the_previous_checkpoint(values: dict[str, Any], tmp_p
     assert _launch(["--nproc-per-node", "2", "train", path, "parallel.tensor_model_parallel_size=2", "trainer.num_steps=1"]).returncode == 0
     assert (checkpoints / "latest").read_text() == "step_00000001\n"
     limit = 64 * 1024
-    ended = _launch(
-        ["--nproc-per-node", "2", "train", path, "parallel.tensor_model_parallel_size=2", "trainer.num_steps=2"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    assert ended.returncode == 2
-    assert "cannot write the checkpoint" in ended.stderr and "step_00000001 is still the latest" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert (checkpoints / "latest").read_text() == "step_00000001\n"
-    assert sorted(item.name for item in checkpoints.iterdir()) == ["latest", "step_00000001"]
+    for in_background in (False, True):
+        ended = _launch(
+            ["--nproc-per-node", "2", "train", path, "parallel.tensor_model_parallel_size=2", "trainer.num_steps=2", f"checkpoint.async_save={in_background}"],
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        )
+        assert ended.returncode == 2
+        assert "cannot write the checkpoint" in ended.stderr and "step_00000001 is still the latest" in ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert (checkpoints / "latest").read_text() == "step_00000001\n"
+        assert sorted(item.name for item in checkpoints.iterdir()) == ["latest", "step_00000001"]
 
 
 def test_a_disk_without_space_is_refused_before_writing(
@@ -242,3 +245,63 @@ def test_a_disk_without_space_is_refused_before_writing(
     monkeypatch.setattr("otb_megatron.mcore.checkpoint.shutil.disk_usage", lambda path: usage._replace(free=1000))
     assert cli.main(["train", _file(tmp_path, values)]) == 2
     assert "a checkpoint needs about" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def saved(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a run of two steps with a checkpoint after each."""
+    directory = tmp_path_factory.mktemp("saved")
+    values = settings(work / "model", work, trainer={"output_dir": str(directory / "run"), "num_steps": 2}, checkpoint={"interval": 1})
+    assert cli.main(["train", _file(directory, values)]) == 0
+    return directory / "run"
+
+
+def _flip_a_bit(directory: Path) -> None:
+    path = directory / "policy" / "__0_0.distcp"
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+
+
+def _set_format(directory: Path) -> None:
+    state = json.loads((directory / "state.json").read_text())
+    (directory / "state.json").write_text(json.dumps(state | {"format_version": 99}))
+
+
+def _truncate(directory: Path) -> None:
+    path = directory / "policy" / ".metadata"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "a changed bit": (_flip_a_bit, ["the contents of policy/__0_0.distcp have changed", "step_* directory"]),
+    "a truncated file": (_truncate, ["policy/.metadata has 100 bytes instead of"]),
+    "a lost file": (lambda directory: (directory / "policy" / "metadata.json").unlink(), ["policy/metadata.json is missing"]),
+    "a newer format": (_set_format, ["has format 99, and this version reads format 1", "update"]),
+    "a lost state": (lambda directory: (directory / "state.json").unlink(), ["step_00000002, which is not a complete checkpoint"]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continues(
+    name: str, saved: Path, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, told = DAMAGED[name]
+    run = Path(values["trainer"]["output_dir"])
+    shutil.copytree(saved, run)
+    damage(run / "checkpoints" / "step_00000002")
+    path = _file(tmp_path, values)
+    assert cli.main(["train", path]) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1 and all(part in error for part in told), error
+    (run / "checkpoints" / "latest").write_text("step_00000001\n")
+    assert cli.main(["train", path, "trainer.num_steps=2"]) == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved: Path, work: Path, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(saved, values["trainer"]["output_dir"])
+    shutil.copytree(work / "model", tmp_path / "model")
+    config = json.loads((work / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert cli.main(["train", _file(tmp_path, values), f"model.path={tmp_path / 'model'}"]) == 2
+    assert f"of another model, {work / 'model'}" in (error := capsys.readouterr().err) and "rms_norm_eps was 1e-06 and is now 0.5" in error

@@ -1,0 +1,92 @@
+"""Which checkpoints remain, what the pointers name, and which ones are refused. The tensors are a file of text here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otb_megatron.mcore import checkpoint, checksums
+from otb_megatron.types import UserError
+from otb_megatron.weights.architectures import HuggingFaceModel, load_model
+from tests.models import CONFIGS
+
+
+def _save(root: Path, step: int, keep_last: int = 2, **options: Any) -> None:
+    checkpoint.begin(root, step, {"policy": 1})
+    partial = root / f".step_{step:08d}.partial"
+    for name in ("__0_0.distcp", "metadata.json"):
+        (partial / "policy" / name).write_text(f"{name} of step {step}")
+    of_ranks = checksums.checksums(partial, [partial / "policy" / "__0_0.distcp"])
+    checkpoint.complete(root, step, {"step": step}, of_ranks, keep_last=keep_last, **options)
+
+
+def _names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_the_last_ones_and_the_best_remain(tmp_path: Path) -> None:
+    for step, is_best in [(1, False), (2, True), (3, False), (4, False), (5, False)]:
+        _save(tmp_path, step, is_best=is_best)
+    assert _names(tmp_path) == ["best", "latest", "step_00000002", "step_00000004", "step_00000005"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000005" and checkpoint.best(tmp_path) == tmp_path / "step_00000002"
+    _save(tmp_path, 6, is_best=True)
+    assert _names(tmp_path) == ["best", "latest", "step_00000005", "step_00000006"]
+
+
+def test_a_return_to_an_earlier_step_forgets_the_later_ones(tmp_path: Path) -> None:
+    """The user writes an earlier name into `latest`: the next save removes what came after it, the best included."""
+    for step in (1, 2, 3):
+        _save(tmp_path, step, keep_last=3, is_best=step == 3)
+    (tmp_path / "latest").write_text("step_00000001\n")
+    _save(tmp_path, 2, keep_last=3)
+    assert _names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
+
+
+def test_every_file_has_a_checksum(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    directory = tmp_path / "step_00000001"
+    assert json.loads((directory / "checksums.json").read_text()).keys() == {"policy/__0_0.distcp", "policy/metadata.json", "state.json"}
+    checksums.check(directory, 0, 1)
+    assert checkpoint.read_state(directory) == {"step": 1, "format_version": 1}
+
+
+def test_what_an_interrupted_save_or_deletion_left_goes_and_is_never_a_checkpoint(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    for left in (".step_00000002.partial", ".step_00000000.removed.partial"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "state.json").write_text("{}")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000001"
+    _save(tmp_path, 3)
+    assert _names(tmp_path) == ["latest", "step_00000001", "step_00000003"]
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ('{"step": 1, "format_version": 2}', "has format 2, and this version reads format 1; update, a newer version wrote it"),
+        ('{"step": 1, "format_version": 0}', "has format 0, and this version reads format 1; use the older version that wrote it"),
+        ('{"step": 1', "cannot read .*state.json"),
+        ('{"step": 1}', "cannot read .*state.json"),
+    ],
+)
+def test_another_format_and_a_damaged_state_are_refused(tmp_path: Path, written: str, told: str) -> None:
+    (tmp_path / "state.json").write_text(written)
+    with pytest.raises(UserError, match=told):
+        checkpoint.read_state(tmp_path)
+
+
+def test_another_model_is_refused_by_the_fields_that_differ(tmp_path: Path) -> None:
+    """Of another norm epsilon and another width; the versions of transformers that wrote them do not matter."""
+    models: list[HuggingFaceModel] = []
+    for number, changes in enumerate([{}, {"rms_norm_eps": 0.5, "hidden_size": 8}, {"transformers_version": "1"}]):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(CONFIGS["qwen3_tied"].to_dict() | changes))
+        models.append(load_model(tmp_path / str(number)))
+    saved = checkpoint.identity(models[0])
+    checkpoint.check_model(tmp_path, saved, models[0])
+    checkpoint.check_model(tmp_path, saved, models[2])
+    with pytest.raises(UserError, match=r"another model.*hidden_size was 64 and is now 8; rms_norm_eps was 1e-06 and is now 0.5"):
+        checkpoint.check_model(tmp_path, saved, models[1])
