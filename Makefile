@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-distributed test-e2e test-layouts test-architectures lint lock docs gpu-check clean
+.PHONY: help setup quickstart test test-unit test-distributed test-e2e test-layouts test-architectures test-faults lint lock docs gpu-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test-layouts: $(INSTALLED) ## Train in every parallel layout and write the diffe
 
 test-architectures: $(INSTALLED) ## Take every model family through every layout and through vLLM (half an hour)
 	$(BIN)/python -m pytest tests/architectures $(PYTEST_ARGS)
+
+test-faults: $(INSTALLED) ## Kill a run 30 times, and continue a checkpoint of 8 ranks in 8 layouts
+	$(BIN)/python -m pytest tests/faults --durations=10 $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## Check style: ruff on Python, shellcheck on shell scripts
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -68,9 +69,14 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def make_model(directory: Path, kind: str, seed: int = 0) -> PreTrainedModel:
-    """Writes a random model of `kind` to `directory`, with a tokenizer of one token a character, and returns it."""
-    model = random_model(CONFIGS[kind], seed)
+def make_model(directory: Path, kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Writes a random model of `kind` to `directory`, with a tokenizer of one token a character, and returns it.
+
+    Args:
+        changes: fields of its configuration that differ from those in CONFIGS.
+    """
+    config = CONFIGS[kind]
+    model = random_model(type(config)(**config.to_dict() | changes) if changes else config, seed)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return model

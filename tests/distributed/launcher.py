@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -53,7 +53,50 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     Raises:
         RanksFailed: with exception, captured output and, for ranks that were stopped, the stack of every rank.
     """
-    deadline = time.monotonic() + timeout_s
+    with start_ranks(fn, world_size, *args, timeout_s=timeout_s, process_group=process_group) as ranks:
+        return ranks.results()
+
+
+class Ranks:
+    """Running ranks; made by `start_ranks`."""
+
+    def __init__(self, fn: Callable[..., Any], processes: Sequence[Any], folder: Path, timeout_s: float) -> None:
+        self._fn, self._processes, self._folder, self._timeout_s = fn, processes, folder, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Each is also the number of the process group that holds what the rank started."""
+        return [process.pid for process in self._processes]
+
+    def is_running(self) -> bool:
+        """Whether no rank has ended."""
+        return all(process.is_alive() for process in self._processes)
+
+    def output(self, rank: int) -> str:
+        """What the rank has printed."""
+        return _file(self._folder, rank, "log").read_text(errors="replace")
+
+    def kill(self) -> None:
+        """SIGKILL to every rank and all it started."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def results(self) -> list[Any]:
+        """Waits for all ranks. Raises RanksFailed as `run_ranks` does."""
+        running = _wait(self._processes, self._deadline)
+        _stop(self._processes)
+        if any(process.exitcode != 0 for process in self._processes):
+            raise RanksFailed(_report(self._fn, self._processes, running, self._folder, self._timeout_s))
+        return [pickle.loads(_file(self._folder, rank, "result").read_bytes()) for rank in range(len(self._processes))]
+
+
+@contextlib.contextmanager
+def start_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, process_group: bool = True) -> Iterator[Ranks]:
+    """Starts what `run_ranks` runs, for a caller that does something meanwhile. On leaving no rank is left."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_modules_to_preload(fn))  # takes effect when the server first starts
     # The store lives here and the ranks are its clients, as under torchrun: no port is ever picked and then raced for.
@@ -63,14 +106,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
             context.Process(target=_rank_main, args=(fn, args, rank, world_size, store.port, folder, timeout_s, process_group)) for rank in range(world_size)
         ]
         try:
-            for process in processes:
-                process.start()
-            running = _wait(processes, deadline)
+            yield Ranks(fn, processes, Path(folder), timeout_s)
         finally:
             _stop(processes)
-        if any(process.exitcode != 0 for process in processes):
-            raise RanksFailed(_report(fn, processes, running, Path(folder), timeout_s))
-        return [pickle.loads(_file(folder, rank, "result").read_bytes()) for rank in range(world_size)]
 
 
 def _modules_to_preload(fn: Callable[..., Any]) -> list[str]:
@@ -98,7 +136,7 @@ def _stop(processes: Sequence[Any]) -> None:
     alive = [process for process in processes if process.pid is not None and process.is_alive()]
     for process in alive:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGUSR1)
+            os.kill(process.pid, signal.SIGUSR2)
     if alive:
         wait([process.sentinel for process in alive], timeout=STACK_DUMP_S)
     for process in processes:
@@ -133,7 +171,7 @@ def _rank_main(
     log = _file(folder, rank, "log").open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)
     faulthandler.dump_traceback_later(timeout_s + 30, exit=True, file=log)  # holds even when the launching process was killed
     os.environ.update(
         RANK=str(rank),
