@@ -60,8 +60,9 @@ class HuggingFaceModel:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What of config.json decides which weights there are and what they compute: all but the fields without effect."""
-        return {key: value for key, value in self.config.items() if key == "model_type" or key not in _NO_EFFECT}
+        """What of config.json decides which weights there are and what they compute: all but the fields without effect. JSON values."""
+        fields = json.loads(self.config.to_json_string(use_diff=False))
+        return {key: value for key, value in fields.items() if key == "model_type" or key in self.architecture.understood}
 
     def padded_vocab_size(self, tensor_model_parallel_size: int, divisible_by: int) -> int:
         """The vocabulary size rounded up so that every tensor-parallel rank holds the same multiple of `divisible_by` rows."""
