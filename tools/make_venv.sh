@@ -29,3 +29,5 @@ fi
 # may not write byte code (PYTHONDONTWRITEBYTECODE, a read-only image) each would compile them again, for ten seconds and more.
 "${uv[@]}" pip install --python "$venv/bin/python" --compile-bytecode --no-deps --requirements requirements/cpu.txt
 "${uv[@]}" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --quiet --editable .
+# What numba compiles goes to a cache beside the sources.
+"$venv/bin/python" -m tools.compile_kernels
