@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,25 @@ def test_the_export_answers_as_the_trained_policy_did(config: Path) -> None:
     assert ended.returncode == 0, ended.stderr[-4000:]
     last = json.loads((config.parent / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert json.loads(result.read_text())["accuracy"] == pytest.approx(last["eval/accuracy"], abs=1e-9)
+
+
+def test_a_signal_lets_the_engines_finish_the_running_step(config: Path) -> None:
+    """SIGTERM to the launcher reaches the ranks alone: Ray, whose own handler would end the driver, and the verifiers go on until the run has saved."""
+    run = config.parent / "stopped"
+    overrides = [f"trainer.output_dir={run}", "trainer.num_steps=1000", "data.validation=null", "telemetry.progress=false"]
+    command = [sys.executable, "-m", "otb_megatron.cli", "launch", "--nproc-per-node", "2", "train", str(config), *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    launched = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + 240
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+        assert launched.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    launched.send_signal(signal.SIGTERM)
+    out, error = launched.communicate(timeout=120)
+    assert launched.returncode == 0, error[-4000:]
+    step = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    saved = run / "checkpoints" / f"step_{step:08d}"
+    assert f"stopped by SIGTERM after step {step} of 1000: saved {saved}" in out and (saved / "checksums.json").exists()
 
 
 def test_a_failing_verifier_ends_every_rank(config: Path) -> None:
