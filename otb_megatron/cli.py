@@ -23,6 +23,7 @@ _LAUNCHER = "OTB_MEGATRON_LAUNCHER"  # the launcher's process id, for its ranks
 _GRACE_S = 60.0  # a rank that has nothing to say waits for the launcher to end it, so that the rank that has is not ended first
 _SHUTDOWN_S = 10  # between SIGTERM and SIGKILL for ranks that still run after another one failed; torchrun's 30 would only be waited
 
+_LAUNCHED = ("train", "sft", "convert")
 _OVERRIDES = "overrides are dotted: rollout.n=4 algorithm.advantage=grpo optimizer.lr=1e-5; every key is described in docs/configuration.md"
 
 
@@ -86,13 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     takes_config(command("train", _train, "reinforcement learning; one rank, as torchrun or `launch` starts it, or alone", _OVERRIDES))
     takes_config(command("sft", _sft, "supervised fine-tuning on demonstrations, through the same training step", _OVERRIDES))
 
-    launch = command("launch", _launch, "start the ranks of `train` or `sft` on this node (torchrun's machinery, one message on failure)", _OVERRIDES)
+    launch = command("launch", _launch, "start the ranks of a command on this node (torchrun's machinery, one message on failure)")
     launch.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node (default: 1)")
     launch.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes of the run (default: 1)")
     launch.add_argument("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0")
     launch.add_argument("--rdzv-endpoint", default="localhost:0", metavar="HOST:PORT", help="where the nodes meet; needed with more than one")
-    launch.add_argument("task", choices=("train", "sft"), help="what every rank runs")
-    takes_config(launch)
+    launch.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND ...", help=f"what every rank runs: {', '.join(_LAUNCHED)}, with its arguments")
 
     evaluate = command("eval", _eval, "accuracy of a Hugging Face model on data.validation, answered greedily by vLLM", _OVERRIDES)
     evaluate.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="Hugging Face model directory, e.g. a run's export/")
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
 
     convert = command(
-        "convert", _convert, "Hugging Face to training checkpoint and back, and the check that both compute the same; alone or under torchrun", _OVERRIDES
+        "convert", _convert, "Hugging Face to training checkpoint and back, and the check that both compute the same; alone or on several ranks", _OVERRIDES
     )
     convert.add_argument(
         "action",
@@ -158,7 +158,10 @@ def _launch(options: argparse.Namespace) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _load(options)  # a mistake in the file should not cost the start of every rank
+    launched = _parse(options.command)
+    if options.command[0] not in _LAUNCHED:
+        raise UserError(f"`launch` starts the ranks of {', '.join(_LAUNCHED)}; start `otb-megatron {options.command[0]}` without it")
+    _load(launched)  # a mistake in the file should not cost the start of every rank
     if options.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks with a thread for every core wait for each other
     one_node = options.nnodes == 1
@@ -178,7 +181,7 @@ def _launch(options: argparse.Namespace) -> None:
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         _quiet(name)
     os.environ[_LAUNCHER] = str(os.getpid())
-    program = ["-m", "otb_megatron.cli", *(["--traceback"] if options.traceback else []), options.task, str(options.config), *options.overrides]
+    program = ["-m", "otb_megatron.cli", *(["--traceback"] if options.traceback else []), *options.command]
     try:
         elastic_launch(settings, sys.executable)(*program)
     except SignalException as error:

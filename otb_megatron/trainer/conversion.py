@@ -1,6 +1,6 @@
 """Training checkpoints and Hugging Face directories: write one from the other, and check that both compute the same.
 
-Each command runs alone or under torchrun. A process that runs alone takes checkpoints of any layout into one of its own.
+Each command runs alone or on several ranks (`otb-megatron launch`, torchrun). A process that runs alone takes checkpoints of any layout into one of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel,
 from otb_megatron.mcore.shards import FullWeights, check_names
 from otb_megatron.mcore.step import statistics
 from otb_megatron.trainer.batch import distribute, gather_statistics
-from otb_megatron.trainer.driver import Driver
+from otb_megatron.trainer.driver import Driver, found_by_all
 from otb_megatron.trainer.learner import Learner, export_weights, restore
 from otb_megatron.trainer.source import demonstration_sample, load_tokenizer, read_prompts
+from otb_megatron.trainer.validate import validate_model
 from otb_megatron.types import Trajectories, UserError
-from otb_megatron.weights.architectures import load_model
 from otb_megatron.weights.files import Checkpoint
 
 _COMPARED_SAMPLES = 32
@@ -39,7 +39,9 @@ def import_model(config: Config) -> Path | None:
     Raises:
         UserError: weights and configuration do not fit, the directory has a checkpoint, or the disk does not take it.
     """
-    hf = load_model(config.model.path)
+    rank, world_size = world()
+    with found_by_all(rank):
+        hf = validate_model(config, world_size)
     root = config.trainer.output_dir / "checkpoints"
     parallel = start_parallel(config.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
     try:
@@ -96,15 +98,16 @@ def verify(config: Config, directory: Path | None, model_dir: Path) -> float | N
 
 
 def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver, Path]:
-    hf = load_model(config.model.path)
-    _, world_size = world()
+    rank, world_size = world()
     if world_size == 1:
         megatron = {key: value for key, value in config.megatron.items() if not sets_stage_layers(key)}
         config = config.model_copy(update={"parallel": type(config.parallel)(), "megatron": megatron})
     root = config.trainer.output_dir / "checkpoints"
-    directory = directory or checkpoint.latest(root)
-    if directory is None:
-        raise UserError(f"{root} holds no checkpoint; name one with --checkpoint or set trainer.output_dir to a run that saved one")
+    with found_by_all(rank):
+        hf = validate_model(config, world_size)
+        directory = directory or checkpoint.latest(root)
+        if directory is None:
+            raise UserError(f"{root} holds no checkpoint; name one with --checkpoint or set trainer.output_dir to a run that saved one")
     parallel: Parallel = start_parallel(config.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
     model = build_model(config, hf, parallel)
     driver = Driver(parallel)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -23,6 +24,17 @@ def tell(error: BaseException | None, rank: int) -> None:
     if isinstance(error, UserError) and not isinstance(error, FailedElsewhere) and not error.told:
         print(f"{'' if rank == 0 else f'rank {rank}: '}error: {error}", file=sys.stderr, flush=True)
         error.told = True
+
+
+@contextmanager
+def found_by_all(rank: int) -> Iterator[None]:
+    """Around checks that every rank makes alike, before there is a driver: rank 0 tells what is wrong, the others only end."""
+    try:
+        yield
+    except UserError as error:
+        if rank == 0:
+            raise
+        raise FailedElsewhere("rank 0 finds the same faults") from error
 
 
 class Driver:

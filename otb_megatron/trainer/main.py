@@ -6,11 +6,10 @@ from otb_megatron.config import Config
 from otb_megatron.mcore.parallel import world
 from otb_megatron.telemetry.console import summary_table
 from otb_megatron.telemetry.report import write_report
-from otb_megatron.trainer.driver import FailedElsewhere
+from otb_megatron.trainer.driver import found_by_all
 from otb_megatron.trainer.loop import train
 from otb_megatron.trainer.run import Run
 from otb_megatron.trainer.validate import Task, validate
-from otb_megatron.types import UserError
 
 
 def run(config: Config, task: Task) -> None:
@@ -19,12 +18,8 @@ def run(config: Config, task: Task) -> None:
     A run that a signal stops is saved, says so in one line, and returns; it neither exports nor reports.
     """
     rank, world_size = world()
-    try:
+    with found_by_all(rank):
         model = validate(config, task, world_size)
-    except UserError as error:
-        if rank == 0:
-            raise
-        raise FailedElsewhere("rank 0 finds the same faults") from error
     output_dir, num_steps = config.trainer.output_dir, config.trainer.num_steps
     with Run(config, task, model) as assembled:
         is_driver, finished = assembled.parallel.is_driver, assembled.finished

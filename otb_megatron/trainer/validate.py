@@ -33,12 +33,9 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
         UserError: all faults at once, each with its remedy.
     """
     faults: list[str] = []
-    model = collect(faults, lambda: load_model(config.model.path))
-    collect(faults, lambda: data_parallel_size(config.parallel, world_size))
-    if model is not None:
-        collect(faults, lambda: _check_model(config, model))
-        if config.rollout.router_replay and not model.is_moe:
-            faults.append(f"rollout.router_replay=true, but {model.path} is a dense model, which routes nothing; leave it out")
+    model = _load_model(faults, config, world_size)
+    if model is not None and config.rollout.router_replay and not model.is_moe:
+        faults.append(f"rollout.router_replay=true, but {model.path} is a dense model, which routes nothing; leave it out")
     collect(faults, lambda: _check_critic(config, task, model))
     collect(faults, lambda: _check_loss(config, task))
     if task == "sft":
@@ -71,6 +68,28 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     if faults:
         raise UserError("\n".join(faults))
     assert model is not None
+    return model
+
+
+def validate_model(config: Config, world_size: int) -> HuggingFaceModel:
+    """Checks that the processes can hold the model that `config.model.path` names, and returns it. What a conversion needs of `validate`.
+
+    Raises:
+        UserError: all faults at once, each with its remedy.
+    """
+    faults: list[str] = []
+    model = _load_model(faults, config, world_size)
+    if faults:
+        raise UserError("\n".join(faults))
+    assert model is not None
+    return model
+
+
+def _load_model(faults: list[str], config: Config, world_size: int) -> HuggingFaceModel | None:
+    model: HuggingFaceModel | None = collect(faults, lambda: load_model(config.model.path))
+    collect(faults, lambda: data_parallel_size(config.parallel, world_size))
+    if model is not None:
+        collect(faults, lambda: _check_model(config, model))
     return model
 
 

@@ -203,6 +203,27 @@ def test_every_rank_ends_when_one_message_is_told(values: dict[str, Any], tmp_pa
     assert time.monotonic() - started < 60  # nearly all of it is imports
 
 
+@pytest.mark.parametrize(("action", "part"), [("import", "num_attention_heads 4"), ("export", "holds no checkpoint")])
+def test_every_rank_of_a_conversion_ends_when_one_message_is_told(action: str, part: str, values: dict[str, Any], tmp_path: Path) -> None:
+    overrides = ["parallel.tensor_model_parallel_size=3"] if action == "import" else []
+    ended = _launch(["--nproc-per-node", "2", "convert", action, _file(tmp_path, values), *overrides])
+    assert ended.returncode == 2
+    assert part in ended.stderr and ended.stderr.count("error:") == 1 and "Traceback" not in ended.stderr
+
+
+def test_only_what_runs_on_ranks_is_launched(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what is launched takes its own arguments, checked before any rank starts."""
+    path = _file(tmp_path, values)
+    assert cli.main(["launch", "--nproc-per-node", "2", "plan", path]) == 2
+    assert "start `otb-megatron plan` without it" in capsys.readouterr().err
+    assert cli.main(["launch", "convert", "export", path, "--checkpoint", "step_3", "rollout.temprature=1"]) == 2
+    assert "rollout.temprature" in capsys.readouterr().err
+    for wrong, told in (([], "required: COMMAND"), (["convert", "imprt", path], "'imprt'"), (["train", path, "--checkpoint=step_3"], "--checkpoint=step_3")):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["launch", *wrong])
+        assert told in capsys.readouterr().err
+
+
 def test_a_fault_of_one_rank_is_told_by_it(values: dict[str, Any], tmp_path: Path) -> None:
     """A tensor of the second pipeline stage has a wrong shape: only rank 1 sees it."""
     model = tmp_path / "model"
