@@ -123,8 +123,8 @@ def load_model(path: Path, setting: str = "model.path") -> HuggingFaceModel:
 _NO_EFFECT = frozenset(
     "architectures auto_map aux_loss_alpha bos_token_id chunk_size_feed_forward dtype eos_token_id ep_size id2label initializer_range is_encoder_decoder "
     "label2id max_window_layers max_position_embeddings model_type num_nextn_predict_layers output_attentions output_hidden_states output_router_logits "
-    "pad_token_id pretraining_tp problem_type return_dict router_aux_loss_coef seq_aux torch_dtype transformers_version use_cache _name_or_path "
-    "name_or_path".split()
+    "pad_token_id pretraining_tp problem_type return_dict router_aux_loss_coef seq_aux torch_dtype transformers_version unk_token_id use_cache "
+    "_name_or_path name_or_path _model_name_or_path".split()
 )
 _DENSE_FIELDS = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps rope_parameters "
