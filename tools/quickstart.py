@@ -11,23 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
-
-import psutil
+from typing import Any
 
 from otb_megatron.config import Config, load
 from otb_megatron.telemetry.console import summary_table
 from otb_megatron.telemetry.jsonl import METRICS_FILE, read_steps
-from otb_megatron.types import Prompt, UserError
+from otb_megatron.types import UserError
 from tools.quickstart_assets import make_assets
+from tools.walk import PeakMemory, answers_of_transformers, answers_of_vllm, prepare, run_command
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SFT_CONFIG = CONFIGS / "qwen3_tiny_sums_sft_cpu.yaml"
@@ -35,60 +29,6 @@ OTB_CONFIG = CONFIGS / "qwen3_tiny_sums_otb_cpu.yaml"
 NUM_RANKS = 2  # the tensor-parallel size of both configurations
 SUMMARY_FILE = "summary.json"
 MARKER = "made_by_quickstart"  # stands in a directory that a quickstart may replace
-
-
-class PeakMemory:
-    """Samples the resident memory of this process and all below it. Pages that processes share count once for each: an upper bound."""
-
-    def __init__(self, interval_s: float = 1.0) -> None:
-        self.peak_bytes = 0
-        self._interval_s = interval_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            self.peak_bytes = max(self.peak_bytes, _resident_bytes(psutil.Process()))
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-def _resident_bytes(root: psutil.Process) -> int:
-    total = 0
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:  # it ended since the list was made
-            continue
-    return total
-
-
-def prepare(output: Path) -> None:
-    """Makes `output` empty. Raises UserError if something else than an earlier quickstart is in it."""
-    if output.exists() and any(output.iterdir()):
-        if not (output / MARKER).exists():
-            raise UserError(f"--output {output} holds files that are not an earlier quickstart's; name a new directory")
-        shutil.rmtree(output)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MARKER).touch()
-
-
-def run_command(title: str, arguments: Sequence[str]) -> float:
-    """Runs `otb-megatron ARGUMENTS` with its output on this terminal. Returns the seconds it took; ends this program if it fails."""
-    print(f"\n== {title}\n   otb-megatron {' '.join(arguments)}", flush=True)
-    started = time.monotonic()
-    # One thread for each rank: with more, two ranks on two cores would wait for each other's threads. Bars for tiny files are noise.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    status = subprocess.run([sys.executable, "-m", "otb_megatron.cli", *arguments], env=environment).returncode
-    if status:
-        raise SystemExit(status)
-    return time.monotonic() - started
 
 
 def overrides(model: Path, train: Path, validation: Path, output_dir: Path, seed: int, num_steps: int | None) -> list[str]:
@@ -103,41 +43,17 @@ def overrides(model: Path, train: Path, validation: Path, output_dir: Path, seed
     return chosen + ([f"trainer.num_steps={num_steps}"] if num_steps else [])
 
 
-def greedy_answers(config: Config) -> tuple[list[Prompt], list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The held-out prompts with the greedy answers of transformers and of vLLM, both loaded from `config.model.path`. Answers are token ids."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def count_equal_answers(config: Config) -> tuple[int, int]:
+    """Held-out prompts that transformers and vLLM, both with the weights at `config.model.path`, answer with the same tokens, and all of them."""
+    from transformers import AutoTokenizer
 
     from otb_megatron.data.sources import load_prompts
-    from otb_megatron.rollout.pool import RolloutPool
 
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    limit = config.rollout.max_response_tokens
     assert config.data.validation is not None
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     prompts = load_prompts(config.data.validation, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens, overlong="filter").prompts
-    model = AutoModelForCausalLM.from_pretrained(config.model.path).eval()
-    with_transformers = _answers(model, prompts, limit)
-    with RolloutPool(
-        config.rollout, model_dir=config.model.path, dtype=config.model.dtype, max_prompt_tokens=config.data.max_prompt_tokens, load_weights=True
-    ) as pool:
-        responses = pool.generate(prompts, n=1, temperature=0.0, max_response_tokens=limit, seed=None)
-    return prompts, with_transformers, [response.token_ids for (response,) in responses]
-
-
-def _answers(model: Any, prompts: Sequence[Prompt], limit: int) -> list[tuple[int, ...]]:
-    """Prompts of one length at a time, so that nothing is padded."""
-    import torch
-
-    end = model.generation_config.eos_token_id
-    by_length: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        by_length.setdefault(len(prompt.token_ids), []).append(index)
-    answers: list[tuple[int, ...]] = [()] * len(prompts)
-    for length, indices in by_length.items():
-        ids = torch.tensor([prompts[index].token_ids for index in indices])
-        generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False)[:, length:].tolist()
-        for index, row in zip(indices, generated, strict=True):
-            answers[index] = tuple(row[: row.index(end) + 1] if end in row else row)  # what follows the end is filling
-    return answers
+    with_transformers = answers_of_transformers(config.model.path, prompts, config.rollout.max_response_tokens)
+    return sum(a == b for a, b in zip(with_transformers, answers_of_vllm(config, prompts), strict=True)), len(prompts)
 
 
 def summarize(otb_dir: Path) -> dict[str, Any]:
@@ -162,21 +78,20 @@ def quickstart(output: Path, seed: int, sft_steps: int | None, otb_steps: int | 
         seconds = {"assets": time.monotonic() - started}
         launch = ["launch", "--nproc-per-node", str(NUM_RANKS)]
         sft_overrides = overrides(assets.model, assets.demonstrations, assets.validation, sft_dir, seed, sft_steps)
-        seconds["sft"] = run_command("Warm start: supervised fine-tuning", [*launch, "sft", str(SFT_CONFIG), *sft_overrides])
+        seconds["sft"] = run_command("Warm start: supervised fine-tuning", [*launch, "sft", str(SFT_CONFIG), *sft_overrides]).seconds
         otb_overrides = overrides(sft_dir / "export", assets.train, assets.validation, otb_dir, seed, otb_steps)
-        seconds["otb"] = run_command("Reinforcement learning: OTB", [*launch, "train", str(OTB_CONFIG), *otb_overrides])
+        seconds["otb"] = run_command("Reinforcement learning: OTB", [*launch, "train", str(OTB_CONFIG), *otb_overrides]).seconds
         checking = time.monotonic()
         run_command("Does transformers compute what the checkpoint does?", ["convert", "verify", str(otb_dir / "config.yaml")])
         print("\n== Does vLLM answer what transformers answers?", flush=True)
         config = load(OTB_CONFIG, [*otb_overrides, f"model.path={otb_dir / 'export'}"])
-        prompts, with_transformers, with_vllm = greedy_answers(config)
-        num_equal = sum(a == b for a, b in zip(with_transformers, with_vllm, strict=True))
-        print(f"{num_equal} of {len(prompts)} greedy answers are the same, token by token")
+        num_equal, num_prompts = count_equal_answers(config)
+        print(f"{num_equal} of {num_prompts} greedy answers are the same, token by token")
         seconds["checks"] = time.monotonic() - checking
     summary = summarize(otb_dir) | {
         "seed": seed,
         "hf_export_matches_transformers": True,  # `convert verify` ends the quickstart if not
-        "hf_export_matches_vllm": num_equal == len(prompts),
+        "hf_export_matches_vllm": num_equal == num_prompts,
         "seconds": round(time.monotonic() - started, 1),
         "seconds_by_part": {name: round(value, 1) for name, value in seconds.items()},
         "peak_memory_gib": round(memory.peak_bytes / 2**30, 2),
@@ -213,7 +128,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="steps of reinforcement learning (default: the configuration's)")
     options = parser.parse_args()
     try:
-        prepare(options.output)
+        prepare(options.output, MARKER)
         summary = quickstart(options.output, options.seed, options.sft_steps, options.steps)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
