@@ -29,13 +29,14 @@ class Run:
     On ranks other than the driver, `source`, `engines`, `evaluation` and `recorder` are None.
     """
 
-    def __init__(self, config: Config, task: Task, hf: HuggingFaceModel) -> None:
+    def __init__(self, config: Config, task: Task, hf: HuggingFaceModel, engines: Engines | None = None) -> None:
+        """`engines`: running ones to sample with, which the caller closes; None starts the run's own where it needs some."""
         self.config, self.task = config, task
         self.timer = PhaseTimer()
         self.step_started = time.perf_counter()
         self.shaping = RewardShaping(config)
         self.source: Source | None = None
-        self.engines: Engines | None = None
+        self.engines = engines
         self.evaluation: Evaluation | None = None
         self.recorder: Recorder | None = None
         self._open = ExitStack()
@@ -125,8 +126,9 @@ class Run:
         elif config.rollout.replay_dir is not None:
             self.source = Recording(config, training)
         else:
-            self.engines = Engines(config, load_weights=False, first_step=self.first_step)
-            self._open.callback(self.engines.close)
+            if self.engines is None:
+                self.engines = Engines(config, load_weights=False, first_step=self.first_step)
+                self._open.callback(self.engines.close)
             self.source = Rollouts(config, self.engines, training)
             self.evaluation = Evaluation(self.engines, validation) if validation else None
         if "order" in state:  # an imported model has none yet
