@@ -13,7 +13,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs a download is broken eve
 from collections.abc import Generator  # noqa: E402
 from typing import Any  # noqa: E402
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+# No test depends on how fast it runs: on a busy machine an example takes many times as long.
+hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -147,7 +147,8 @@ class Difference:
     """
 
     advantages: float
-    gradient: float  # as the optimizer gets it, before clipping
+    first_gradient: float  # as the optimizer gets it, before clipping
+    gradient: float  # of every step: later ones are taken at weights that Adam has moved apart, by its division by the gradient's own size
     metrics: float
     weights: float  # after the last step
 
@@ -156,6 +157,7 @@ class Difference:
         assert len(found.advantages) == len(expected.advantages) and len(found.gradients) == len(expected.gradients) >= NUM_STEPS
         return cls(
             max(largest_difference({"advantages": got}, {"advantages": want}) for got, want in zip(found.advantages, expected.advantages, strict=True)),
+            largest_difference(found.gradients[0], expected.gradients[0]),
             max(largest_difference(got, want) for got, want in zip(found.gradients, expected.gradients, strict=True)),
             max(largest_metric_difference(got, want) for got, want in zip(found.metrics, expected.metrics, strict=True)),
             largest_difference(found.weights, expected.weights),

@@ -148,7 +148,8 @@ def test_layout_equals_one_process(references: dict[str, tuple[Path, Outcome]], 
         assert got.shape == want.shape and float((got - want).abs().max()) < 1e-5
     for got, want in zip(outcome.metrics, expected.metrics, strict=True):
         for name in ("critic/loss", "critic/explained_variance", "critic/values", "critic/returns", "critic/grad_norm", "advantages/std"):
-            assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-6), name
+            # Values have both signs, so their mean is compared as they are.
+            assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-5 if name == "critic/values" else 1e-6), name
     assert largest_difference(outcome.critic, expected.critic) < 1e-5
     assert largest_difference(outcome.weights, expected.weights) < 1e-5
 

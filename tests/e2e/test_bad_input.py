@@ -203,7 +203,7 @@ def test_every_rank_ends_when_one_message_is_told(values: dict[str, Any], tmp_pa
     assert time.monotonic() - started < 60  # nearly all of it is imports
 
 
-@pytest.mark.parametrize(("action", "part"), [("import", "num_attention_heads 4"), ("export", "holds no checkpoint")])
+@pytest.mark.parametrize(("action", "part"), [("import", "num_attention_heads 8"), ("export", "holds no checkpoint")])
 def test_every_rank_of_a_conversion_ends_when_one_message_is_told(action: str, part: str, values: dict[str, Any], tmp_path: Path) -> None:
     overrides = ["parallel.tensor_model_parallel_size=3"] if action == "import" else []
     ended = _launch(["--nproc-per-node", "2", "convert", action, _file(tmp_path, values), *overrides])

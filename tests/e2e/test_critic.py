@@ -50,7 +50,7 @@ def test_a_run_with_a_critic(overrides: list[str], capsys: pytest.CaptureFixture
         assert step["critic/grad_norm"] > 0 and step["critic/lr"] == 1e-3 and step["critic/clip_fraction"] == 0.0
         assert ("optimizer/grad_norm" in step) == (step["step"] > 2)  # critic.warmup_steps
     checkpoint = run / "checkpoints" / f"step_{NUM_STEPS:08d}"
-    assert sorted(path.name for path in checkpoint.iterdir()) == ["critic", "policy", "state.json"]
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["checksums.json", "critic", "policy", "state.json"]
     exported, original = Checkpoint(run / "export"), Checkpoint(Path(overrides[0].partition("=")[2]))
     assert exported.names == original.names  # the policy's, which has moved
     assert any(not torch.equal(exported.get(name), original.get(name)) for name in exported.names)
@@ -101,7 +101,7 @@ def test_a_critic_of_another_vocabulary_is_refused(overrides: list[str], tmp_pat
 
 
 def test_the_plan_counts_both_networks(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """97 x 64 embedding + 4 layers of 43,200 + final norm 64 = 179,072 parameters a network; the embedding is tied and the value head not counted yet."""
+    """97 x 64 embedding + 4 layers of 67,776 + final norm 64 = 277,376 parameters a network; the embedding is tied and the value head not counted yet."""
     assert cli.main(["plan", str(CONFIG), *overrides, "--world-size", "2"]) == 0
     told = capsys.readouterr().out
-    assert told.count("0.18 M parameters") == 2 and "2 of the policy, 4 of the critic" in told
+    assert told.count("0.28 M parameters") == 2 and "2 of the policy, 4 of the critic" in told
