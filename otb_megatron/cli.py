@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
     takes_config(command("plan", _plan, "what a run would do: layout of the ranks, sizes, memory; starts nothing", _OVERRIDES))
     commands.choices["plan"].add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the run (default: 1)")
-    diagnose = command("diagnose", _diagnose, "how noisy each estimator's gradient is on a model, and how well OTB's energy tracks it", _OVERRIDES)
+    diagnose = command("diagnose", _diagnose, "how noisy each estimator's gradient is on a model, and whether OTB's energy follows the true score", _OVERRIDES)
     diagnose.add_argument("what", choices=("variance",), help="variance: measure it from true gradients (docs/diagnose.md)")
     takes_config(diagnose)
     diagnose.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: diagnose/ in trainer.output_dir)")

@@ -1,1 +1,1 @@
-"""Tensors and an explicit process group in, tensors out: the policy statistics head and the context-parallel index maths."""
+"""Tensors and an explicit process group in, tensors out: the policy statistics head, context-parallel index maths, the sketch of long vectors."""
