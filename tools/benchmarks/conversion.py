@@ -142,11 +142,17 @@ def convert(folder: Path, tp: int) -> list[dict[str, Any]]:
 
 
 def copy_s(source: Path, target: Path) -> float:
+    """Reads and writes every file once. The kernel alone can copy faster (it may not move the bytes at all), but no conversion could then follow."""
     started = time.perf_counter()
-    shutil.copytree(source, target)
+    shutil.copytree(source, target, copy_function=_copy)
     seconds = time.perf_counter() - started
     shutil.rmtree(target)
     return seconds
+
+
+def _copy(source: str, target: str) -> None:
+    with open(source, "rb", buffering=0) as reader, open(target, "wb", buffering=0) as writer:
+        shutil.copyfileobj(reader, writer, 16 * 2**20)
 
 
 def main() -> None:
