@@ -23,13 +23,15 @@ _LAUNCHER = "OTB_MEGATRON_LAUNCHER"  # the launcher's process id, for its ranks
 _GRACE_S = 60.0  # a rank that has nothing to say waits for the launcher to end it, so that the rank that has is not ended first
 _SHUTDOWN_S = 10  # between SIGTERM and SIGKILL for ranks that still run after another one failed; torchrun's 30 would only be waited
 
-_LAUNCHED = ("train", "sft", "convert")
+_LAUNCHED = ("train", "sft", "convert", "diagnose")
 _OVERRIDES = "overrides are dotted: rollout.n=4 algorithm.advantage=grpo optimizer.lr=1e-5; every key is described in docs/configuration.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, or 2 for what the user can mend (one message, no traceback), or 1."""
     options = _parse(arguments)
+    if launcher := os.environ.pop(_LAUNCHER, None):
+        _end_with_launcher(int(launcher))
     rank = int(os.environ.get("RANK", "0"))
     warnings.showwarning = _show_own_warnings if rank == 0 else lambda *_: None  # type: ignore[assignment]
     try:
@@ -137,15 +139,13 @@ def _sft(options: argparse.Namespace) -> None:
 
 
 def _run(config: Config, task: str) -> None:
-    if launcher := os.environ.pop(_LAUNCHER, None):
-        _end_with_launcher(int(launcher))
     from otb_megatron.trainer.main import run
 
     run(config, task)  # type: ignore[arg-type]
 
 
 def _end_with_launcher(pid: int) -> None:
-    """Linux kills this rank when its launcher dies; otherwise it would train on, beside the run that is started in its place."""
+    """Linux kills this rank when its launcher dies; otherwise it would go on beside the run that is started in its place."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

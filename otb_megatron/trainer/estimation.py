@@ -112,7 +112,7 @@ def _correct(trajectories: Trajectories, log_prob: Tensor, config: Config) -> Co
     corrected = CORRECTIONS[algorithm.rollout_correction](
         log_prob, trajectories.rollout_log_prob, trajectories.action_offsets, **algorithm.rollout_correction_options
     )
-    if bool(corrected.rejected.all()):
+    if trajectories.num_actions and bool(corrected.rejected.all()):
         difference = float((log_prob - trajectories.rollout_log_prob).abs().mean())
         raise UserError(
             f"algorithm.rollout_correction={algorithm.rollout_correction!r} rejects all {trajectories.num_actions} actions of the step, whose log-probs "
