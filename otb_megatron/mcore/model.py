@@ -25,7 +25,7 @@ from otb_megatron.mcore.latent_attention import LatentRotaryEmbedding, LatentSel
 from otb_megatron.mcore.norm import RMSNorm
 from otb_megatron.mcore.parallel import Parallel
 from otb_megatron.mcore.platform import uses_transformer_engine
-from otb_megatron.mcore.router import refused_settings, use_packed_router
+from otb_megatron.mcore.router import ranks_groups_by_best, refused_settings, use_packed_router
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel
 from otb_megatron.weights.rules import Rule
@@ -180,7 +180,7 @@ def _check_megatron_section(config: Config, settings: dict[str, Any]) -> None:
             near = difflib.get_close_matches(key, known, n=1)
             faults.append(f"megatron.{key}: TransformerConfig has no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
     if "num_moe_experts" in settings:
-        faults += refused_settings(config.megatron, router_replay=config.rollout.router_replay)
+        faults += refused_settings(config.megatron, router_replay=config.rollout.router_replay, best_groups=ranks_groups_by_best(settings))
     if faults:
         raise UserError("settings that cannot be used:\n" + "\n".join(f"  {fault}" for fault in faults))
 
@@ -224,7 +224,7 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel, *, is_
     for stage in range(parallel.virtual_stages or 1):
         vp_stage = stage if parallel.virtual_stages else None
         spec = _block_spec(megatron, vp_stage)
-        use_packed_router(spec, megatron)
+        use_packed_router(spec)
         chunk = GPTModel(
             megatron,
             spec,

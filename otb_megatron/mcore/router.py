@@ -31,7 +31,6 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -57,11 +56,17 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Fields of TransformerConfig that Megatron-Core accepts for an MoE model: the values we cannot compute with, and why."""
 
 
-def refused_settings(megatron: dict[str, Any], *, router_replay: bool) -> list[str]:
-    """What `megatron:` must not hold for an MoE model, one line a setting."""
+def refused_settings(megatron: dict[str, Any], *, router_replay: bool, best_groups: bool) -> list[str]:
+    """What `megatron:` must not hold for an MoE model, one line a setting.
+
+    Args:
+        best_groups: what `ranks_groups_by_best` says of the model.
+    """
     refused = [f"megatron.{key}={megatron[key]!r}: {reason}" for key, (is_refused, reason) in _REFUSED.items() if key in megatron and is_refused(megatron[key])]
     if router_replay and megatron.get("moe_router_fusion"):
         refused.append("megatron.moe_router_fusion=True: the fused top-k takes no recorded choice, which rollout.router_replay needs")
+    if best_groups and megatron.get("moe_router_fusion"):
+        refused.append("megatron.moe_router_fusion=True: the fused top-k ranks groups by a sum of scores, and this model by the best one")
     return refused
 
 
@@ -96,16 +101,23 @@ class RecordedChoice(RouterReplay):
     knows no layers; neither is used.
     """
 
-    def __init__(self, disagreement: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, disagreement: Callable[[Tensor, Tensor], None], *, best_groups: bool) -> None:
+        """
+        Args:
+            disagreement: takes the number of recorded choices that the router would not have made, and of all recorded ones.
+            best_groups: what `ranks_groups_by_best` says of the model. A recorded expert may lie in any group.
+        """
         self.layer_number: int | None = None
         self.recorded: Tensor | None = None  # int16 [rows, experts per token]
         self._disagreement = disagreement
+        self._best_groups = best_groups
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None, default_compute_topk: Any = None
     ) -> tuple[Tensor, Tensor]:
         """scores [rows, experts] -> (scores of the chosen experts, their numbers), both [rows, experts per token]."""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        choose = _choose_in_best_groups if self._best_groups else default_compute_topk
+        values, own = choose(scores, topk, num_groups, group_topk)
         if self.recorded is None:
             return values, own
         recorded = self.recorded.to(own.dtype)
@@ -122,7 +134,9 @@ class PackedRouter(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.router_replay = RecordedChoice(lambda total, count: self._tally("moe/router_disagreement", total, count))
+        self.router_replay = RecordedChoice(
+            lambda total, count: self._tally("moe/router_disagreement", total, count), best_groups=ranks_groups_by_best(vars(self.config))
+        )
         self.entered: PackRouting | None = None
         self.trains = False  # whether a backward pass will follow the forward pass under way
         self.to_recompute: deque[PackRouting] = deque()
@@ -220,31 +234,30 @@ def _fractions(choices: Tensor) -> Tensor:
     return choices / choices.sum(-1, keepdim=True).clamp(min=1)
 
 
-class BestExpertGroupRouter(PackedRouter):
-    """Softmax routing limited to the groups that hold the best single experts (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
+def ranks_groups_by_best(fields: dict[str, Any]) -> bool:
+    """Whether a model takes the groups that hold the best single experts (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
 
-    Megatron-Core scores a group by the sum of its best k / groups experts. Here the logits of all other groups are masked first, so that the
-    groups it takes are these. Its softmax is then one over the groups taken; the weights become those of the softmax over all experts by
-    that share of the whole. A recorded choice outside of these groups gets the weight zero.
+    Megatron-Core scores a group by the sum of its best k / groups experts, as DeepSeek-V3 does.
+
+    Args:
+        fields: those of TransformerConfig.
     """
-
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [..., experts] -> weights and map [tokens, experts]."""
-        best = logits.unflatten(-1, (self.config.moe_router_num_groups, -1)).amax(-1)
-        taken = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(self.config.moe_router_group_topk, -1).indices, True)
-        masked = logits.masked_fill(~taken.repeat_interleave(logits.size(-1) // best.size(-1), -1), float("-inf"))
-        weights, chosen = super().routing(masked, padding_mask)
-        share = torch.exp(masked.float().logsumexp(-1) - logits.float().logsumexp(-1)).reshape(-1, 1)
-        return weights * share.to(weights.dtype), chosen
+    return bool(fields.get("moe_router_num_groups")) and fields.get("moe_router_score_function") == "softmax"
 
 
-def use_packed_router(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
+def _choose_in_best_groups(scores: Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
+    """scores [rows, experts] -> (scores of the chosen experts, their numbers), both [rows, topk], from the groups with the best single experts."""
+    best = scores.unflatten(-1, (num_groups, -1)).amax(-1)
+    taken = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(group_topk, -1).indices, True)
+    return scores.masked_fill(~taken.repeat_interleave(scores.size(-1) // num_groups, -1), float("-inf")).topk(topk, -1)
+
+
+def use_packed_router(spec: TransformerBlockSubmodules) -> None:
     """Puts our router into every MoE layer of a decoder's specification."""
-    router = BestExpertGroupRouter if config.moe_router_num_groups and config.moe_router_score_function == "softmax" else PackedRouter
     for layer in spec.layer_specs:
         builder = layer.submodules.mlp
         if getattr(builder, "func", None) is MoELayer:
-            builder.keywords["submodules"].router = router
+            builder.keywords["submodules"].router = PackedRouter
 
 
 def routers(chunk: torch.nn.Module) -> list[PackedRouter]:

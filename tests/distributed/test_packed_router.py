@@ -1,4 +1,4 @@
-"""One router by itself: which calls it refuses, and the experts' bias that Megatron updates outside the optimizer."""
+"""One router by itself: which calls it refuses, groups of experts, and the experts' bias that Megatron updates outside the optimizer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def _router(**fields: Any) -> PackedRouter:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel = start_parallel(ParallelConfig(), seed=0, deadline_s=60)
-    config = TransformerConfig(
+    defaults = dict(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=EXPERTS, moe_router_topk=2, moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True, moe_router_dtype="fp32", moe_token_dispatcher_type="alltoall", **fields,
+        moe_router_enable_expert_bias=True, moe_router_dtype="fp32", moe_token_dispatcher_type="alltoall",
+        add_bias_linear=False,
     )  # fmt: skip
+    config = TransformerConfig(**defaults | fields)
     router = PackedRouter(config=config, pg_collection=parallel.groups)
     router.set_layer_number(1)
     return router
@@ -92,3 +94,51 @@ def test_a_router_without_its_pack_is_an_error() -> None:
     without, other = run_ranks(_refusals, 1, timeout_s=60)[0]
     assert "called without its pack" in without
     assert other == "layer 1 routes 6 tokens of a pack that has 7 here"
+
+
+SCALING, Z_COEFFICIENT, BALANCE_COEFFICIENT = 1.5, 0.3, 0.7
+
+
+def _best_groups(rank: int, world_size: int) -> dict[str, Any]:
+    """DeepSeek-V2's router on a pack in which two tokens are recorded, each with an expert in either group; one group of the two is taken."""
+    torch.manual_seed(0)
+    router = _router(
+        moe_router_score_function="softmax", moe_router_pre_softmax=True, moe_router_enable_expert_bias=False, moe_router_num_groups=2,
+        moe_router_group_topk=1, moe_router_topk_scaling_factor=SCALING, moe_z_loss_coeff=Z_COEFFICIENT, moe_aux_loss_coeff=BALANCE_COEFFICIENT,
+        moe_router_load_balancing_type="seq_aux_loss",
+    )  # fmt: skip
+    experts = torch.full((ROWS, 1, 2), -1, dtype=torch.int16)
+    experts[0, 0], experts[3, 0] = torch.tensor([0, 2]), torch.tensor([3, 1])
+    hidden, factors = 2 * torch.randn(ROWS, 1, HIDDEN), torch.randn(ROWS, EXPERTS)
+    router.entered, router.trains = _pack(experts), True
+    weights, _ = router(hidden)
+    (weights * factors).sum().backward()
+
+    weight = router.weight.detach().double().requires_grad_()
+    logits = hidden[:, 0].double() @ weight.T
+    scores = logits.softmax(-1)
+    best_group = scores.unflatten(-1, (2, 2)).amax(-1).argmax(-1)
+    chosen = torch.stack([2 * best_group, 2 * best_group + 1], -1)  # of two experts a group both
+    chosen[[0, 3]] = experts[[0, 3], 0].long()
+    expected = torch.zeros(ROWS, EXPERTS, dtype=torch.float64).scatter(1, chosen, SCALING * scores.gather(1, chosen))
+    real = ~PADDING
+    z_loss = logits[real].logsumexp(-1).square().sum()
+    fractions = torch.nn.functional.one_hot(scores[real].topk(2).indices, EXPERTS).sum((0, 1)) / (2 * int(real.sum()))
+    balance = EXPERTS * (fractions * scores[real]).sum()
+    ((expected * factors).sum() + Z_COEFFICIENT * z_loss + BALANCE_COEFFICIENT * balance).backward()
+    stop_parallel()
+    return {
+        "weights": (weights.detach(), expected.detach()),
+        "gradient": (router.weight.grad, weight.grad),
+        "z_loss": (router.sums["moe/z_loss"][0], z_loss.detach()),
+        "balance": (router.sums["moe/seq_aux_loss"][0], balance.detach()),
+        "recorded": weights.detach()[[0, 0, 3, 3], [0, 2, 3, 1]],
+    }
+
+
+def test_deepseek_v2_takes_recorded_experts_of_any_group_and_regularises_all_experts() -> None:
+    """In float64 by arXiv 2405.04434, section 2.2.2: weights are softmax scores over all experts, recorded or not; z-loss and balance see all logits."""
+    found = run_ranks(_best_groups, 1, timeout_s=60)[0]
+    assert (found.pop("recorded") > 1e-3).all()
+    for name, (actual, expected) in found.items():
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
