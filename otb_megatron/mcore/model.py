@@ -190,6 +190,16 @@ def sets_stage_layers(key: str) -> bool:
     return key.startswith(("num_layers_in_", "account_for_")) or key == "pipeline_model_parallel_layout"
 
 
+def whole_on_one_rank(config: Config) -> Config:
+    """The configuration that puts the whole model on one rank and keeps all activations.
+
+    Megatron-Core frees the inputs of what it recomputes selectively in its backward pass, so a graph that is differentiated twice
+    must recompute nothing; a pass without gradients has nothing to recompute.
+    """
+    megatron = {key: value for key, value in config.megatron.items() if not (sets_stage_layers(key) or key.startswith("recompute_"))}
+    return config.model_copy(update={"parallel": type(config.parallel)(), "megatron": megatron})
+
+
 def check_divisible(config: Config, hf: HuggingFaceModel) -> None:
     """Refuses a model that the parallel sizes do not divide; the vocabulary is padded and never refused."""
     settings = hf.settings

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from otb_megatron.config import Config
 from otb_megatron.mcore import checkpoint
-from otb_megatron.mcore.model import Model, build_model, sets_stage_layers
+from otb_megatron.mcore.model import Model, build_model, whole_on_one_rank
 from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel, world
 from otb_megatron.mcore.shards import FullWeights, check_names
 from otb_megatron.mcore.step import statistics
@@ -100,8 +100,7 @@ def verify(config: Config, directory: Path | None, model_dir: Path) -> float | N
 def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver, Path]:
     rank, world_size = world()
     if world_size == 1:
-        megatron = {key: value for key, value in config.megatron.items() if not sets_stage_layers(key)}
-        config = config.model_copy(update={"parallel": type(config.parallel)(), "megatron": megatron})
+        config = whole_on_one_rank(config)
     root = config.trainer.output_dir / "checkpoints"
     with found_by_all(rank):
         hf = validate_model(config, world_size)

@@ -17,7 +17,7 @@ from otb_megatron.algorithms import ADVANTAGES, check_options, choose
 from otb_megatron.algorithms.ragged import sums
 from otb_megatron.config import Config
 from otb_megatron.data.packing import build_microbatch
-from otb_megatron.mcore.model import build_model, sets_stage_layers, transformer_config
+from otb_megatron.mcore.model import build_model, transformer_config, whole_on_one_rank
 from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel, world
 from otb_megatron.mcore.score import ScoreProbe, Scores
 from otb_megatron.mcore.shards import load_weights
@@ -28,10 +28,10 @@ from otb_megatron.telemetry.diagnosis import PAGE_FILE, RESULT_FILE, write_diagn
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.telemetry.timing import PhaseTimer
 from otb_megatron.trainer.batch import PAD_TOKEN_ID
-from otb_megatron.trainer.driver import Driver, FailedElsewhere
+from otb_megatron.trainer.driver import Driver, found_by_all
 from otb_megatron.trainer.score_analysis import PromptScores, ScoredResponses, energy_table, estimator_table
 from otb_megatron.trainer.source import Engines, prompt_order, read_prompts, recorded_samples
-from otb_megatron.trainer.validate import collect
+from otb_megatron.trainer.validate import check_replay_dir, check_router_replay, collect
 from otb_megatron.types import PolicyStatistics, Sample, Trajectories, UserError
 from otb_megatron.weights.architectures import HuggingFaceModel, load_model
 from otb_megatron.weights.files import Checkpoint
@@ -47,12 +47,8 @@ def diagnose_variance(config: Config, output: Path) -> None:
         UserError: the settings or the recorded samples do not allow it.
     """
     rank, world_size = world()
-    try:
+    with found_by_all(rank):
         hf, whole = _validate(config)
-    except UserError as error:
-        if rank == 0:
-            raise
-        raise FailedElsewhere("rank 0 finds the same faults") from error
     parallel = start_parallel(whole.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
     try:
         driver = Driver(parallel)
@@ -69,12 +65,12 @@ def diagnose_variance(config: Config, output: Path) -> None:
 
 def _validate(config: Config) -> tuple[HuggingFaceModel, Config]:
     """The model, and the configuration that puts all of it on every rank."""
-    megatron = {key: value for key, value in config.megatron.items() if not sets_stage_layers(key)}
-    whole = config.model_copy(update={"parallel": type(config.parallel)(), "megatron": megatron})
+    whole = whole_on_one_rank(config)
     faults: list[str] = []
     hf = collect(faults, lambda: load_model(config.model.path))
     if hf is not None:
         collect(faults, lambda: transformer_config(whole, hf))
+        collect(faults, lambda: check_router_replay(config, hf))
     if config.megatron.get("gradient_accumulation_fusion"):
         faults.append("megatron.gradient_accumulation_fusion=true adds gradients up, and here each is wanted alone; set it to false")
     algorithm = config.algorithm
@@ -82,10 +78,8 @@ def _validate(config: Config) -> tuple[HuggingFaceModel, Config]:
         faults,
         lambda: check_options("advantage", algorithm.advantage, [choose("advantage", algorithm.advantage, ADVANTAGES).function], algorithm.advantage_options),
     )
-    if config.rollout.replay_dir is not None:
-        if not config.rollout.replay_dir.is_dir():
-            faults.append(f"rollout.replay_dir={config.rollout.replay_dir}: no such directory; a run with rollout.save=true writes <output_dir>/rollouts")
-    else:
+    collect(faults, lambda: check_replay_dir(config))
+    if config.rollout.replay_dir is None:
         collect(faults, lambda: resolve(config.rewards.function, config.rewards.options))
         if importlib.util.find_spec("vllm") is None:
             faults.append(

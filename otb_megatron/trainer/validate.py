@@ -34,8 +34,8 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     """
     faults: list[str] = []
     model = _load_model(faults, config, world_size)
-    if model is not None and config.rollout.router_replay and not model.is_moe:
-        faults.append(f"rollout.router_replay=true, but {model.path} is a dense model, which routes nothing; leave it out")
+    if model is not None:
+        collect(faults, lambda: check_router_replay(config, model))
     collect(faults, lambda: _check_critic(config, task, model))
     collect(faults, lambda: _check_loss(config, task))
     if task == "sft":
@@ -44,6 +44,7 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
         collect(faults, lambda: _check_advantage(config))
         collect(faults, lambda: _check_correction(config))
         collect(faults, lambda: _check_sampling(config))
+        collect(faults, lambda: check_replay_dir(config))
         if config.rollout.replay_dir is None:
             collect(faults, lambda: resolve(config.rewards.function, config.rewards.options))
             longest_s = max(config.rollout.start_timeout_s, config.rollout.generate_timeout_s, config.rollout.weight_transfer_timeout_s)
@@ -52,8 +53,6 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
                     f"trainer.deadline_s={config.trainer.deadline_s:g} must be above the deadlines of rollout ({longest_s:g} s), or the ranks give up on "
                     "a driver that may still wait for the engines"
                 )
-        elif not config.rollout.replay_dir.is_dir():
-            faults.append(f"rollout.replay_dir={config.rollout.replay_dir}: no such directory; a run with rollout.save=true writes <output_dir>/rollouts")
     for network in trained_networks(config, task).values():
         collect(faults, lambda: _check_optimizer(network))  # noqa: B023
     if config.algorithm.optimizer_steps_per_rollout > config.data.prompts_per_step:
@@ -114,6 +113,19 @@ def trained_networks(config: Config, task: Task) -> dict[str, TrainedNetwork]:
 def load_critic(config: Config) -> HuggingFaceModel:
     """The model that the critic starts from. Raises what `load_model` raises."""
     return load_model(config.critic.path or config.model.path, "critic.path" if config.critic.path else "model.path")
+
+
+def check_router_replay(config: Config, model: HuggingFaceModel) -> None:
+    """Refuses recorded experts for a model without experts."""
+    if config.rollout.router_replay and not model.is_moe:
+        raise UserError(f"rollout.router_replay=true, but {model.path} is a dense model, which routes nothing; leave it out")
+
+
+def check_replay_dir(config: Config) -> None:
+    """Refuses a recording that is not there."""
+    directory = config.rollout.replay_dir
+    if directory is not None and not directory.is_dir():
+        raise UserError(f"rollout.replay_dir={directory}: no such directory; a run with rollout.save=true writes <output_dir>/rollouts")
 
 
 def collect[T](faults: list[str], check: object) -> T | None:

@@ -39,6 +39,7 @@ ESTIMATORS = {
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("diagnose")
     make_model(directory / "model", "qwen3_moe")
+    make_model(directory / "dense", "qwen2")
     record_samples(directory / "rollouts", vocab_size=VOCAB_SIZE, num_steps=1, group_size=6, seed=3)
     return directory
 
@@ -89,14 +90,22 @@ def test_a_mixture_of_experts_from_recorded_samples(work: Path, tmp_path: Path, 
     assert re.search(r"(\d+)/\1 tokens  elapsed", printed.out), "progress ends with all tokens"
 
 
-def test_options_reach_the_configured_estimator_only(work: Path, tmp_path: Path) -> None:
+def test_options_reach_the_configured_estimator_only_and_recompute_none(work: Path, tmp_path: Path) -> None:
     tables = []
     for options in ({}, {"tail": "mean"}):
         path = _file(work, tmp_path, algorithm={"advantage_options": options})
         assert cli.main(["diagnose", "variance", path, "diagnose.group_sizes=[2]", "diagnose.num_prompts=2"]) == 0
         tables.append(json.loads((tmp_path / "run/diagnose/variance.json").read_text())["estimators"])
+    selective = ["megatron.recompute_granularity=selective", "megatron.recompute_modules=[layernorm]"]
+    assert cli.main(["diagnose", "variance", _file(work, tmp_path), "diagnose.group_sizes=[2]", "diagnose.num_prompts=2", *selective]) == 0
+    assert json.loads((tmp_path / "run/diagnose/variance.json").read_text())["estimators"] == tables[0], "recompute changes nothing"
     differing = {name for name in ESTIMATORS if tables[0][name]["2"]["variance"] != tables[1][name]["2"]["variance"]}
     assert differing == {"optimal_token_baseline", "optimal_token_baseline_true_energy"}
+
+
+def test_it_refuses_recorded_experts_for_a_dense_model(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["diagnose", "variance", _file(work, tmp_path), f"model.path={work / 'dense'}", "rollout.router_replay=true"]) == 2
+    assert "dense is a dense model, which routes nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
