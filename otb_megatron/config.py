@@ -184,7 +184,7 @@ class AdaptiveKLConfig(Section):
     target: PositiveFloat
     """Nats per action, by the same estimator."""
     horizon: PositiveFloat = 10_000.0
-    """Samples over which the coefficient moves by a fifth at most."""
+    """Samples over which the coefficient moves by a fifth at most; so does a step of more samples."""
 
 
 class RewardKLConfig(Section):

@@ -73,8 +73,10 @@ def reward_kl(log_prob: Tensor, reference_log_prob: Tensor, kind: RewardKLKind) 
 class AdaptiveKL:
     """Steers the KL coefficient towards a target (arXiv 1909.08593, section 2.2).
 
-        coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon)
+        coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(samples / horizon, 1))
 
+    The minimum is ours: a step of more than `horizon` samples would move the coefficient by more than a fifth, and one of more than
+    five times as many could make it negative.
     A fixed coefficient is a number and needs no controller.
     """
 
@@ -85,7 +87,8 @@ class AdaptiveKL:
     def updated(self, kl: float, num_samples: int) -> AdaptiveKL:
         """The controller after a step of `num_samples` samples whose mean KL was `kl`.
 
-        Example: coef 0.1, target 0.05, horizon 1000: kl 0.1 over 100 samples gives 0.1 (1 + 0.2 * 0.1) = 0.102.
+        Example: coef 0.1, target 0.05, horizon 1000: kl 0.1 over 100 samples gives 0.1 (1 + 0.2 * 0.1) = 0.102, and
+        over 6000 samples, like over 1000, 0.12.
         """
         error = min(max(kl / self.target - 1, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)
-        return AdaptiveKL(self.coef * (1 + error * num_samples / self.horizon), self.target, self.horizon)
+        return AdaptiveKL(self.coef * (1 + error * min(num_samples / self.horizon, 1.0)), self.target, self.horizon)

@@ -51,9 +51,10 @@ class RewardShaping:
         return rewards
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kl_coef": self._coef}
+        """The coefficient where the controller has moved it; a fixed one is the configuration's."""
+        return {"kl_coef": self._coef if self._kl is not None and self._kl.adaptive is not None else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues with the coefficient that the controller had reached; a fixed one is the configuration's."""
-        if self._kl is not None and self._kl.adaptive is not None:
-            self._coef = state["kl_coef"] or self._kl.coef  # 0: the run had no KL in its rewards before
+        """Continues with the coefficient that a controller had reached, if one moves it here too."""
+        if self._kl is not None and self._kl.adaptive is not None and state["kl_coef"] is not None:
+            self._coef = state["kl_coef"]

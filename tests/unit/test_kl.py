@@ -84,8 +84,13 @@ def test_kl_in_the_reward(kind, expected):
 
 
 def test_adaptive_controller():
-    """coef 0.1, target 0.05, horizon 1000, 100 samples: kl 0.1 is 100 % above, clipped to 20 %: 0.1 (1 + 0.02); kl 0.045 is 10 % below: 0.099."""
+    """coef 0.1, target 0.05, horizon 1000, 100 samples: kl 0.1 is 100 % above, clipped to 20 %: 0.1 (1 + 0.02); kl 0.045 is 10 % below: 0.099.
+
+    6000 samples move it as far as 1000: 0.1 (1 - 0.2) and 0.1 (1 + 0.2), not 0.1 (1 - 1.2), which is negative.
+    """
     controller = AdaptiveKL(coef=0.1, target=0.05, horizon=1000)
     assert controller.updated(0.1, 100).coef == pytest.approx(0.102)
     assert controller.updated(0.045, 100).coef == pytest.approx(0.099)
     assert controller.updated(0.0, 100).coef == pytest.approx(0.098)
+    assert controller.updated(0.0, 6000).coef == pytest.approx(0.08)
+    assert controller.updated(0.1, 6000).coef == pytest.approx(0.12)
