@@ -13,10 +13,13 @@ from typing import Any
 from otb_megatron.types import Prompt, Response, RoutedExperts, Sample, UserError
 
 
-def save_rollouts(directory: Path, step: int, samples: Sequence[Sample]) -> Path:
+def save_rollouts(directory: Path, step: int, samples: Sequence[Sample], *, num_drawn: int | None = None) -> Path:
     """Writes the samples of a step as one JSON Lines file: the prompts in the first line, then a sample a line.
 
     Numbers survive exactly. The file appears whole or not at all.
+
+    Args:
+        num_drawn: prompts that the step took from their order, those that dynamic sampling dropped included; None where no order is known.
 
     Raises:
         UserError: a prompt's ground truth or extra information is nothing that JSON holds.
@@ -24,7 +27,8 @@ def save_rollouts(directory: Path, step: int, samples: Sequence[Sample]) -> Path
     """
     prompts = list({id(sample.prompt): sample.prompt for sample in samples}.values())
     index = {id(prompt): position for position, prompt in enumerate(prompts)}
-    lines: list[dict[str, Any]] = [{"step": step, "num_samples": len(samples), "prompts": [dataclasses.asdict(prompt) for prompt in prompts]}]
+    drawn = {} if num_drawn is None else {"num_drawn": num_drawn}
+    lines: list[dict[str, Any]] = [{"step": step, "num_samples": len(samples), **drawn, "prompts": [dataclasses.asdict(prompt) for prompt in prompts]}]
     for sample in samples:
         response = dataclasses.asdict(sample.response)
         if experts := response["routed_experts"]:
@@ -68,6 +72,13 @@ def load_rollouts(directory: Path, step: int) -> list[Sample]:
     if not complete:
         raise UserError(f"{path} announces {header['num_samples']} samples of step {header['step']} and holds {len(samples)} of step {step}")
     return samples
+
+
+def num_prompts_drawn(directory: Path, step: int) -> int | None:
+    """How many prompts a step took from their order, of a recording that `load_rollouts` reads; None where it does not say."""
+    with _path(directory, step).open(encoding="utf-8") as file:
+        count: int | None = json.loads(file.readline()).get("num_drawn")
+    return count
 
 
 def _path(directory: Path, step: int) -> Path:

@@ -122,7 +122,7 @@ def _sampled(config: Config, output: Path) -> list[Sample]:
     finally:
         engines.close()
     if config.rollout.save:
-        save_rollouts(output / "rollouts", _RECORDED_STEP, samples)
+        save_rollouts(output / "rollouts", _RECORDED_STEP, samples, num_drawn=len(chosen))
     return samples
 
 

@@ -17,7 +17,7 @@ from otb_megatron.data.order import PromptOrder
 from otb_megatron.data.sources import PromptSet, demonstration_tokens, load_prompts
 from otb_megatron.rewards.pool import RewardPool
 from otb_megatron.rollout.pool import RolloutPool
-from otb_megatron.rollout.recording import load_rollouts, save_rollouts
+from otb_megatron.rollout.recording import load_rollouts, num_prompts_drawn, save_rollouts
 from otb_megatron.rollout.transfer import TensorMetadata
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.telemetry.timing import PhaseTimer
@@ -78,7 +78,11 @@ class Rollouts:
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
         rollout, num_prompts = self._config.rollout, self._config.data.prompts_per_step
 
+        num_drawn = 0
+
         def draw(count: int) -> list[Sample]:
+            nonlocal num_drawn
+            num_drawn += count
             prompts = [self._prompts.prompts[index] for index in self.order.next(count)]
             return self._engines.sample(prompts, rollout.n, rollout.temperature, metrics, timer)
 
@@ -89,7 +93,7 @@ class Rollouts:
         if "greedy_reward" in ADVANTAGES[self._config.algorithm.advantage].required:
             samples = self._with_greedy_rewards(samples, metrics, timer)
         if rollout.save:
-            save_rollouts(self._config.trainer.output_dir / "rollouts", step, samples)
+            save_rollouts(self._config.trainer.output_dir / "rollouts", step, samples, num_drawn=num_drawn)
         return samples
 
     def _with_greedy_rewards(self, samples: list[Sample], metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
@@ -101,16 +105,19 @@ class Rollouts:
 
 
 class Recording:
-    """The samples that an earlier run saved with `rollout.save`."""
+    """The samples that an earlier run saved with `rollout.save`. The prompts' order moves as it did there."""
 
     def __init__(self, config: Config, prompts: PromptSet) -> None:
         self._config = config
         self.order = prompt_order(config, prompts)
 
     def collect(self, step: int, metrics: Metrics, timer: PhaseTimer) -> list[Sample]:
-        self.order.next(self._config.data.prompts_per_step)
+        directory = self._config.rollout.replay_dir
+        assert directory is not None
         with timer.phase("rollout"):
-            return recorded_samples(self._config, step)
+            samples = recorded_samples(self._config, step)
+            self.order.next(num_prompts_drawn(directory, step) or self._config.data.prompts_per_step)
+        return samples
 
 
 def recorded_samples(config: Config, step: int) -> list[Sample]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from otb_megatron.config import DynamicSamplingConfig, validate
+from otb_megatron.config import Config, DynamicSamplingConfig, validate
 from otb_megatron.data.sources import PromptSet
-from otb_megatron.rollout.recording import load_rollouts
+from otb_megatron.rollout.recording import load_rollouts, save_rollouts
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.telemetry.timing import PhaseTimer
 from otb_megatron.trainer.dynamic_sampling import sample_groups_with_signal
-from otb_megatron.trainer.source import Rollouts
+from otb_megatron.trainer.source import Recording, Rollouts
 from otb_megatron.types import Prompt, Response, Sample, UserError
 
 
@@ -42,15 +42,19 @@ def _sample(prompt: Prompt, group: int, reward: float) -> Sample:
 PROMPTS = PromptSet([Prompt(number, "test", (), (4,), "") for number in range(30)], num_filtered=0)
 
 
-def _rollouts(tmp_path: Path, engines: Engines, *, advantage: str = "rloo", **dynamic_sampling: Any) -> Rollouts:
+def _config(tmp_path: Path, advantage: str = "rloo", **rollout: Any) -> Config:
     values = {
         "model": {"path": str(tmp_path)},
         "data": {"train": {"path": "unused"}, "prompts_per_step": 4, "shuffle": False},
-        "rollout": {"n": 2, "save": True, "dynamic_sampling": dynamic_sampling},
+        "rollout": {"n": 2, "save": True} | rollout,
         "algorithm": {"advantage": advantage},
         "trainer": {"output_dir": str(tmp_path / "run")},
     }
-    return Rollouts(validate(values, "test"), engines, PROMPTS)  # type: ignore[arg-type]
+    return validate(values, "test")
+
+
+def _rollouts(tmp_path: Path, engines: Engines, *, advantage: str = "rloo", **dynamic_sampling: Any) -> Rollouts:
+    return Rollouts(_config(tmp_path, advantage, dynamic_sampling=dynamic_sampling), engines, PROMPTS)  # type: ignore[arg-type]
 
 
 def test_groups_without_signal_are_replaced(tmp_path: Path) -> None:
@@ -136,3 +140,20 @@ def test_remax_asks_for_one_greedy_response_a_prompt(tmp_path: Path) -> None:
     assert [sample.greedy_reward for sample in samples] == [0, 0, 3, 3, 6, 6, 9, 9]
     assert metrics.values()["rewards/greedy"] == 4.5
     assert load_rollouts(tmp_path / "run" / "rollouts", 1) == samples
+
+
+def test_a_recording_moves_the_order_as_the_run_did(tmp_path: Path) -> None:
+    """Step 1 drew the 10 prompts above, step 2 the next 12, from 10 to 21, the fourth multiple of 3 from there on.
+
+    A recording that does not say how many counts for `prompts_per_step`, 4.
+    """
+    rollouts = _rollouts(tmp_path, Engines())
+    directory = tmp_path / "run" / "rollouts"
+    recording = Recording(_config(tmp_path, replay_dir=directory), PROMPTS)
+    for step, position in ((1, 10), (2, 22)):
+        samples = rollouts.collect(step, Metrics(), PhaseTimer())
+        assert recording.collect(step, Metrics(), PhaseTimer()) == samples
+        assert recording.order.state_dict() == rollouts.order.state_dict() and recording.order.state_dict()["position"] == position
+    save_rollouts(directory, 3, samples)
+    recording.collect(3, Metrics(), PhaseTimer())
+    assert recording.order.state_dict()["position"] == 26
