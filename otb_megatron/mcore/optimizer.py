@@ -37,7 +37,8 @@ class Optimizer:
         """The k-th update runs at the schedule's k-th rate, with gradient clipping. Returns the global gradient norm before clipping.
 
         A gradient of zero is no update, and nothing moves: neither weights, which Adam would still change by its momentum and weight
-        decay, nor moments nor schedule.
+        decay, nor moments nor schedule. The one exception is no parameter: with `megatron.moe_router_bias_update_rate` above 0,
+        Megatron has moved the routers' bias by the experts' load before it comes here.
         """
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
