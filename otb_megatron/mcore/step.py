@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from otb_megatron.mcore.attention import PackedSequences
-from otb_megatron.mcore.head import LocalActions, OutputProcessor, StatisticsHead
+from otb_megatron.mcore.head import LocalActions, OutputProcessor
 from otb_megatron.mcore.model import Model
 from otb_megatron.mcore.objective import Objective
 from otb_megatron.mcore.optimizer import Optimizer
@@ -35,11 +35,6 @@ class LocalOutput:
 
     action_index: Tensor  # int64 [local actions], place in the step's [actions] arrays
     output: Tensor  # float32 [numbers an action, local actions], on the CPU
-
-
-def statistics(model: Model, chunks: list[torch.nn.Module], microbatches: list[Microbatch], temperature: float) -> list[LocalOutput]:
-    """Log-prob, entropy and rest of every action; see `evaluate`."""
-    return evaluate(model, chunks, microbatches, StatisticsHead(model.hf.vocab_size, temperature))
 
 
 def evaluate(model: Model, chunks: list[torch.nn.Module], microbatches: list[Microbatch], head: OutputProcessor) -> list[LocalOutput]:

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from otb_megatron.config import Config
 from otb_megatron.mcore import checkpoint
+from otb_megatron.mcore.head import StatisticsHead
 from otb_megatron.mcore.model import Model, build_model, whole_on_one_rank
 from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel, world
 from otb_megatron.mcore.shards import FullWeights, check_names
-from otb_megatron.mcore.step import statistics
+from otb_megatron.mcore.step import evaluate
 from otb_megatron.trainer.batch import distribute, gather_statistics
 from otb_megatron.trainer.driver import Driver, found_by_all
 from otb_megatron.trainer.learner import Learner, export_weights, restore
@@ -84,7 +85,8 @@ def verify(config: Config, directory: Path | None, model_dir: Path) -> float | N
         driver.run("checking the exported files", lambda: _check_files(model, model_dir))
         trajectories = driver.run("reading the text to compare on", lambda: _demonstrations(config))
         batch = distribute(trajectories, config, model.parallel, driver)
-        ours = gather_statistics(batch, statistics(model, model.wrapped_chunks(), batch.all_microbatches, config.rollout.temperature), driver)
+        head = StatisticsHead(model.hf.vocab_size, config.rollout.temperature)
+        ours = gather_statistics(batch, evaluate(model, model.wrapped_chunks(), batch.all_microbatches, head), driver)
         if ours is None or trajectories is None:
             return None
         theirs = _transformers_log_prob(model_dir, model, trajectories, config.rollout.temperature)

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from otb_megatron.config import validate as validate_config
 from otb_megatron.data.packing import build_microbatch
+from otb_megatron.mcore.head import StatisticsHead
 from otb_megatron.mcore.model import build_model
 from otb_megatron.mcore.objective import PolicyObjective
 from otb_megatron.mcore.optimizer import Optimizer, build_optimizer
 from otb_megatron.mcore.parallel import start_parallel, stop_parallel
 from otb_megatron.mcore.shards import FullWeights, load_weights
-from otb_megatron.mcore.step import statistics, train_step
+from otb_megatron.mcore.step import evaluate, train_step
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.trainer.driver import Driver
 from otb_megatron.types import LossInputs, Prompt, Response, RoutedExperts, Sample, Trajectories
@@ -84,7 +85,7 @@ def megatron_step(rank: int, world_size: int, values: dict[str, Any], found: lis
         for pack in packs[parallel.dp_rank :: parallel.dp_size]
     ]
     log_prob = torch.zeros(trajectories.num_actions)
-    for of_rank in driver.gather("statistics", statistics(model, list(optimizer.chunks), own, 1.0)):
+    for of_rank in driver.gather("statistics", evaluate(model, list(optimizer.chunks), own, StatisticsHead(hf.vocab_size, 1.0))):
         for local in of_rank:
             log_prob[local.action_index] = local.output[0]
     count = trajectories.num_actions

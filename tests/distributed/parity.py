@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from otb_megatron.algorithms import energy
 from otb_megatron.config import validate as validate_config
+from otb_megatron.mcore.head import StatisticsHead
 from otb_megatron.mcore.model import build_model
 from otb_megatron.mcore.parallel import start_parallel, stop_parallel
 from otb_megatron.mcore.shards import FullWeights, load_weights
-from otb_megatron.mcore.step import statistics
+from otb_megatron.mcore.step import evaluate
 from otb_megatron.rollout.recording import load_rollouts
 from otb_megatron.trainer.batch import distribute, gather_statistics
 from otb_megatron.trainer.driver import Driver
@@ -85,7 +86,7 @@ def _statistics_and_export(rank: int, world_size: int, values: dict[str, Any], e
     assert config.rollout.replay_dir is not None
     trajectories = Trajectories.from_samples(load_rollouts(config.rollout.replay_dir, 1)) if driver.is_driver else None
     batch = distribute(trajectories, config, parallel, driver)
-    found = gather_statistics(batch, statistics(model, model.wrapped_chunks(), batch.microbatches[0], TEMPERATURE), driver)
+    found = gather_statistics(batch, evaluate(model, model.wrapped_chunks(), batch.microbatches[0], StatisticsHead(hf.vocab_size, TEMPERATURE)), driver)
     weights = FullWeights(model)
     if driver.is_driver:
         Export(export_dir, weights.metadata(), source=hf.path, dtype=weights.dtype, max_file_bytes=200_000).write(weights.tensors())
