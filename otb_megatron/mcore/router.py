@@ -65,7 +65,7 @@ def refused_settings(megatron: dict[str, Any], *, router_replay: bool, best_grou
     refused = [f"megatron.{key}={megatron[key]!r}: {reason}" for key, (is_refused, reason) in _REFUSED.items() if key in megatron and is_refused(megatron[key])]
     if router_replay and megatron.get("moe_router_fusion"):
         refused.append("megatron.moe_router_fusion=True: the fused top-k takes no recorded choice, which rollout.router_replay needs")
-    if best_groups and megatron.get("moe_router_fusion"):
+    elif best_groups and megatron.get("moe_router_fusion"):
         refused.append("megatron.moe_router_fusion=True: the fused top-k ranks groups by a sum of scores, and this model by the best one")
     return refused
 

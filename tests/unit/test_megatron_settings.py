@@ -57,6 +57,12 @@ def test_a_setting_that_would_compute_something_else_is_refused(work: Path, mode
     assert all(part in str(error.value) for part in parts), error.value
 
 
+def test_a_fused_choice_that_ranks_groups_otherwise_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "deepseek_v2_moe")
+    with pytest.raises(UserError, match="megatron.moe_router_fusion=True: the fused top-k ranks groups by a sum"):
+        _build(tmp_path, load_model(tmp_path / "model"), {"moe_router_fusion": True})
+
+
 def test_a_refused_setting_at_its_default_is_no_fault(work: Path, model: HuggingFaceModel) -> None:
     assert _build(work, model, {"moe_expert_capacity_factor": None, "overlap_moe_expert_parallel_comm": False}).moe_expert_capacity_factor is None
 
