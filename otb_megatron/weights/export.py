@@ -132,8 +132,21 @@ class Export:
         (self._partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         (self._partial / CHECKSUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in self._digests.items()))
         (self._partial / _PROGRESS).unlink(missing_ok=True)
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._partial.rename(self._directory)
+        self._take_place()
+
+    def _take_place(self) -> None:
+        """Puts the new directory where the earlier one was; where that fails, the earlier one is there again."""
+        replaced = self._directory.with_name(self._directory.name + ".replaced")
+        if self._directory.exists():  # otherwise `replaced` may be what a killed export had moved away
+            shutil.rmtree(replaced, ignore_errors=True)
+            self._directory.rename(replaced)
+        try:
+            self._partial.rename(self._directory)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(self._directory)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _error(self, error: OSError) -> UserError:
         return UserError(f"cannot write the Hugging Face export {self._directory}: {error}; what was there before is as it was")

@@ -121,6 +121,27 @@ def test_a_failing_export_leaves_the_old_one(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "mine").read_text() == "kept" and not (tmp_path / "out.partial").exists()
 
 
+def test_a_failure_at_the_last_rename_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    make_model(tmp_path / "out", "qwen3", seed=1)
+    (tmp_path / "out" / "mine").write_text("kept")
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == "out.partial":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(UserError, match="Input/output error; what was there before is as it was"):
+        export(tmp_path, tensors).write(tensors.items())
+    assert (tmp_path / "out" / "mine").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    monkeypatch.undo()
+    export(tmp_path, tensors).write(tensors.items())
+    assert not (tmp_path / "out" / "mine").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
 def test_a_tensor_that_was_not_described_is_an_error(tmp_path: Path) -> None:
     tensors = make_model(tmp_path / "model", "qwen3").state_dict()
     with pytest.raises(RuntimeError, match="was described"):
