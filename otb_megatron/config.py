@@ -275,7 +275,8 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = 2
     """Older checkpoints are deleted once a newer one is complete."""
     keep_best: bool = False
-    """Also save whenever the held-out accuracy is above all before, and keep that checkpoint; `checkpoints/best` names it."""
+    """Also save whenever the held-out accuracy after a step is above those after all steps before, and keep that checkpoint;
+    `checkpoints/best` names it. The accuracy before the first step does not count: that is `model.path` itself."""
     async_save: bool = False
     """Write in the background while training goes on; costs a copy of a rank's part of the checkpoint in host memory."""
 

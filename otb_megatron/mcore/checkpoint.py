@@ -16,6 +16,8 @@ import os
 import re
 import shutil
 import threading
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ FORMAT_VERSION = 1  # of the directory as a whole; goes up when a program of an 
 
 _BYTES_PER_PARAMETER = 16  # float32 master weight and two moments, and the weight itself, rounded up
 _STATE_FILE = "state.json"
+_STEP_NAME = re.compile(r"step_\d{8}")  # of a whole checkpoint
 _FAILURES = (OSError, CheckpointingException, torch.distributed.checkpoint.CheckpointException)
 
 
@@ -53,13 +56,16 @@ def directory_of(root: Path, step: int) -> Path:
 
 
 def _pointed(root: Path, name: str) -> Path | None:
-    pointer = root / name
-    if not pointer.is_file():
-        return None
-    directory = root / pointer.read_text().strip()
-    if not (directory / _STATE_FILE).is_file():
-        raise UserError(f"{pointer} names {directory}, which is not a complete checkpoint; restore it, or write the name of another step_* directory there")
+    directory = _named(root, name)
+    if directory is not None and not (directory / _STATE_FILE).is_file():
+        raise UserError(f"{root / name} names {directory}, which is not a complete checkpoint; restore it, or write the name of another step_* directory there")
     return directory
+
+
+def _named(root: Path, name: str) -> Path | None:
+    """What a pointer names, whether that is there or not."""
+    pointer = root / name
+    return root / pointer.read_text().strip() if pointer.is_file() else None
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -216,31 +222,53 @@ def complete(root: Path, step: int, state: dict[str, Any], files: dict[str, Chec
     Args:
         state: the driver's own state, JSON values.
         files: checksums of all ranks' files, by their paths below the checkpoint.
-        keep_last: how many complete checkpoints remain, besides the best. Those of later steps, from before a return to an earlier
-            one, go in any case.
+        keep_last: how many complete checkpoints remain, besides the best. Those after the one that is the latest so far, from before
+            a return to it, go in any case: this one does not descend from them.
         is_best: `best` names this checkpoint from now on.
+
+    Raises:
+        UserError: the disk does not take it. An old checkpoint that cannot be deleted is a warning.
     """
     directory, partial = directory_of(root, step), _partial(root, step)
     try:
         _write_durably(partial / _STATE_FILE, json.dumps(state | {"format_version": FORMAT_VERSION}, indent=2) + "\n")
         of_driver = checksums(partial, (path for path in partial.rglob("*") if path.is_file() and str(path.relative_to(partial)) not in files))
         _write_durably(partial / CHECKSUMS_FILE, json.dumps(files | of_driver, indent=2) + "\n")
-        if (kept := best(root)) is not None and kept.name >= directory.name:
+        previous = _named(root, "latest")
+        if (kept := _named(root, "best")) is not None and _is_abandoned(kept, directory, previous):
             (root / "best").unlink()
         _remove(directory)
         partial.rename(directory)
         if is_best:
             _write_durably(root / "best", directory.name + "\n")
+        # Before `latest` moves: it alone tells which ones this run has left behind.
+        _discard(path for path in _found(root) if path != directory and _is_abandoned(path, directory, previous))
         _write_durably(root / "latest", directory.name + "\n")
+        found = [path for path in _found(root) if path <= directory]
+        remaining = {*found[-keep_last:], _named(root, "best")}
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _write_error(root, step, error) from error
-    found = sorted(path for path in root.iterdir() if re.fullmatch(r"step_\d{8}", path.name))
-    remaining = {*[path for path in found if path <= directory][-keep_last:], best(root)}
-    for path in found:
-        if path not in remaining:
-            _remove(path)
+    _discard(path for path in found if path not in remaining)
     return directory
+
+
+def _found(root: Path) -> list[Path]:
+    """Every checkpoint below `root`, by step."""
+    return sorted(path for path in root.iterdir() if _STEP_NAME.fullmatch(path.name))
+
+
+def _is_abandoned(path: Path, new: Path, previous: Path | None) -> bool:
+    """Whether a checkpoint is in the way of `new` or, later than `previous`, which `new` continues, none of its ancestors."""
+    return path.name >= new.name or (previous is not None and bool(_STEP_NAME.fullmatch(previous.name)) and path.name > previous.name)
+
+
+def _discard(checkpoints: Iterable[Path]) -> None:
+    for path in checkpoints:
+        try:
+            _remove(path)
+        except OSError as error:
+            warnings.warn(f"cannot delete the old checkpoint {path}: {error}; delete it by hand", stacklevel=2)
 
 
 def _remove(directory: Path) -> None:
@@ -261,7 +289,7 @@ def _partial(root: Path, step: int) -> Path:
 
 
 def _write_error(root: Path, step: int, error: BaseException) -> UserError:
-    kept = latest(root)
+    kept = _named(root, "latest")
     left = f"{kept} is still the latest" if kept else "no checkpoint was left"
     return UserError(f"cannot write the checkpoint of step {step} to {root}: {_cause(error)}; {left}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,32 @@ def test_a_return_to_an_earlier_step_forgets_the_later_ones(tmp_path: Path) -> N
     (tmp_path / "latest").write_text("step_00000001\n")
     _save(tmp_path, 2, keep_last=3)
     assert _names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
+
+
+def test_a_return_keeps_the_ancestors_and_forgets_the_steps_between(tmp_path: Path) -> None:
+    """Back from 30 to 10, next save at 40: 20 and 30 are no ancestors of 40, and the ancestor 10 is one of the last two."""
+    for step in (10, 20, 30):
+        _save(tmp_path, step, keep_last=3, is_best=step == 20)
+    (tmp_path / "latest").write_text("step_00000010\n")
+    _save(tmp_path, 40)
+    assert _names(tmp_path) == ["latest", "step_00000010", "step_00000040"]
+    _save(tmp_path, 50)
+    assert _names(tmp_path) == ["latest", "step_00000040", "step_00000050"]
+
+
+def test_old_checkpoints_that_are_gone_or_stay_do_not_fail_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, 1, is_best=True)
+    shutil.rmtree(tmp_path / "step_00000001")
+    _save(tmp_path, 2)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000002"
+
+    def refuse(directory: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(directory))
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match=r"cannot delete the old checkpoint .*step_00000002: .*Permission denied"):
+        _save(tmp_path, 3, keep_last=1)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000003"
 
 
 def test_every_file_has_a_checksum(tmp_path: Path) -> None:
