@@ -301,30 +301,39 @@ def load(directory: Path, model: Model, optimizer: Optimizer | None) -> None:
         directory: the network's, e.g. `step_00000040/policy`.
 
     Raises:
-        UserError: if it is damaged or belongs to another model.
+        UserError: it cannot be read, or does not fit the model, the layout or the optimizer. What is damaged, `checksums.check` tells before.
     """
     metadata = _metadata(model)
     try:
         state = dist_checkpointing.load(_sharded_state(model, optimizer, metadata, is_loading=True), str(directory))
     except (OSError, EOFError, CheckpointingException, torch.distributed.checkpoint.CheckpointException, RuntimeError, KeyError) as error:
-        raise UserError(f"cannot load the checkpoint {directory}: {_cause(error)}; it is damaged, or not one of {model.hf.path}") from error
+        raise UserError(
+            f"cannot load the checkpoint {directory}: {type(error).__name__}: {_cause(error)}; if it can be read, it does not fit the model {model.hf.path}, "
+            "the layout (parallel) or the optimizer settings of this run; continue with those that wrote it"
+        ) from error
     for number, chunk in enumerate(model.chunks):
         chunk.load_state_dict(state[f"model{number}"], strict=True)
     if optimizer is not None:
-        _set_rates(state["optimizer"], optimizer)
+        _complete_state(state["optimizer"], optimizer)
         optimizer.megatron.load_state_dict(state["optimizer"])
         optimizer.schedule.load_state_dict(state["schedule"])
 
 
-def _set_rates(saved: Any, optimizer: Optimizer) -> None:
-    """Gives the saved parameter groups the learning rates of this run, which may differ: Megatron finds a group by them, among others."""
+def _complete_state(saved: Any, optimizer: Optimizer) -> None:
+    """Gives the saved optimizer what Megatron cannot load it without.
+
+    The parameter groups get the learning rates of this run, which may differ: Megatron finds a group by them, among others. And without
+    the distributed optimizer Megatron saves no step of 0, which torch's Adam must have.
+    """
     if isinstance(saved, dict):
         if "max_lr" in saved and "min_lr" in saved:
             saved.update(max_lr=optimizer.schedule.max_lr, min_lr=optimizer.schedule.min_lr)
+        if "state" in saved and optimizer.has_step_of_parameter:
+            saved["state"].setdefault("common_step", torch.tensor(0.0))
         saved = list(saved.values())
     if isinstance(saved, list):
         for part in saved:
-            _set_rates(part, optimizer)
+            _complete_state(part, optimizer)
 
 
 def _sharded_state(model: Model, optimizer: Optimizer | None, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
@@ -28,6 +28,11 @@ class Optimizer:
         assert rate is not None
         return rate
 
+    @property
+    def has_step_of_parameter(self) -> bool:
+        """Whether each parameter counts its updates, as in torch's Adam; the others count them in the parameter groups, from a missing one."""
+        return any(isinstance(part.optimizer, torch.optim.Adam) for part in _parts(self.megatron))
+
     def zero_grad(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -46,6 +51,28 @@ class Optimizer:
             self.schedule.step(1)  # before the update: at its start the schedule stands at 0, which under warm-up is a rate of zero
             self.megatron.step()
         return grad_norm
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Megatron's optimizers of dense and of expert parameters, without those that have none."""
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part for part in parts if not part.is_stub_optimizer]
+
+
+def _create_moments(optimizer: MegatronOptimizer) -> None:
+    """Gives every parameter Adam's moments of step 0, as its first update would.
+
+    Megatron-Core saves the moments that exist and loads all of them: a checkpoint from before the first update, an imported one or a
+    policy's during the critic's warm-up, could not be loaded. The optimizer on two devices (`optimizer_offload_fraction`) makes its
+    moments by an update that moves the weights, and offers nothing else; it is left alone.
+    """
+    for part in _parts(optimizer):
+        if part.init_state_fn is None:
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
 
 
 def megatron_optimizer_config(settings: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
@@ -108,6 +135,7 @@ def build_optimizer(model: Model, settings: OptimizerConfig, num_steps: int) -> 
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+    _create_moments(optimizer)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
     return Optimizer(chunks, optimizer, schedule)

@@ -213,9 +213,9 @@ def _repair_mappings(module: Any) -> None:
 def _repair_distributed_optimizer(module: Any) -> None:
     """Checkpointing with torch's Adam, which Megatron falls back to when neither TE nor Apex is installed (so on every CPU).
 
-    Saving before the first step asserts a `step` that does not exist yet; loading writes `step` into views of leaf
-    parameters; and after loading all parameters share one `step` tensor, which Adam then increments once per parameter,
-    a silently wrong bias correction.
+    Saving before the first step asserts a `step` that does not exist yet where `build_optimizer` cannot make one, with Adam on
+    two devices; loading writes `step` into views of leaf parameters; and after loading all parameters share one `step` tensor,
+    which Adam then increments once per parameter, a silently wrong bias correction.
     """
     optimizer = module.DistributedOptimizer
     state_dict, set_state, load = optimizer.state_dict, optimizer._set_main_param_and_optimizer_states, optimizer.load_state_dict

@@ -42,7 +42,7 @@ def import_model(config: Config) -> Path | None:
     """
     rank, world_size = world()
     with found_by_all(rank):
-        hf = validate_model(config, world_size)
+        hf = validate_model(config, world_size, with_critic=True)
     root = config.trainer.output_dir / "checkpoints"
     parallel = start_parallel(config.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import load_model
 from otb_megatron.weights.files import Checkpoint
 from tests.distributed.launcher import run_ranks
-from tests.distributed.training import record_samples, settings, train
+from tests.distributed.training import largest_difference, record_samples, settings, train
 from tests.models import VOCAB_SIZE, make_model
 
 
@@ -54,6 +55,36 @@ def test_training_from_an_imported_model_equals_training_from_hugging_face(tmp_p
     assert untimed[0] == untimed[1]
     with pytest.raises(UserError, match="is there already"):
         import_model(validate_config(run("imported"), "test"))
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_imported_model_continues_in_every_optimizer(tmp_path: Path, dtype: str, distributed: bool) -> None:
+    """Adam has not stepped when the import is saved: its moments are zeros and its step is 0, so the first steps are those of a new run."""
+    make_model(tmp_path / "model", "qwen3_tied")
+    record_samples(tmp_path / "rollouts", vocab_size=VOCAB_SIZE)
+
+    def run(name: str) -> dict[str, Any]:
+        values = settings(tmp_path / "model", tmp_path, optimizer={"use_distributed_optimizer": distributed})
+        values["model"]["dtype"] = dtype
+        return values | {"trainer": values["trainer"] | {"output_dir": str(tmp_path / name), "num_steps": 2}}
+
+    run_ranks(_import, 1, run("imported"), timeout_s=120)
+    direct, imported = train(run("direct"), 1), train(run("imported"), 1)
+    assert largest_difference(imported.weights, direct.weights) == 0.0
+    assert [step["optimizer/grad_norm"] for step in direct.metrics] == [step["optimizer/grad_norm"] for step in imported.metrics]
+
+
+def test_an_import_refuses_a_critic_that_train_would_refuse(tmp_path: Path) -> None:
+    """One whose config.json has another vocabulary; nothing is read or written."""
+    make_model(tmp_path / "model", "qwen3_tied")
+    make_model(tmp_path / "critic", "qwen3_tied")
+    config = json.loads((tmp_path / "critic" / "config.json").read_text())
+    (tmp_path / "critic" / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE + 8}))
+    values = settings(tmp_path / "model", tmp_path, algorithm={"advantage": "gae"}, critic={"path": str(tmp_path / "critic")})
+    with pytest.raises(UserError, match=f"has a vocabulary of {VOCAB_SIZE + 8} and model.path=.* one of {VOCAB_SIZE}"):
+        import_model(validate_config(values, "test"))
+    assert not (tmp_path / "run").exists()
 
 
 def _two_streams(rank: int, world_size: int, values: dict[str, Any], first: int) -> list[list[tuple[str, Tensor]]]:

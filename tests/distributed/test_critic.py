@@ -195,6 +195,28 @@ def test_resume_is_bit_for_bit_and_crosses_layouts(references: dict[str, tuple[P
     assert other.metrics[0]["critic/lr"] == whole.metrics[-1]["critic/lr"] == pytest.approx(0.7e-2)  # the third of ten steps down from 1e-2
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_save_in_the_warm_up_continues_bit_for_bit(references: dict[str, tuple[Path, Outcome]], tmp_path: Path, distributed: bool) -> None:
+    """Continued after one of two steps of warm-up, when the policy's Adam has never stepped and the critic's once."""
+    work, _ = references["qwen3_tied"]
+
+    def run(name: str) -> Outcome:
+        values = _settings(work, tmp_path / name, checkpoint={"interval": 1, "keep_last": 10})
+        values["critic"] |= {"warmup_steps": 2}
+        for optimizer in (values["optimizer"], values["critic"]["optimizer"]):
+            optimizer |= {"use_distributed_optimizer": distributed}
+        return train(values, 1)
+
+    whole = run("whole")
+    (tmp_path / "resumed" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "resumed" / "checkpoints" / "latest").write_text("step_00000001\n")
+    (tmp_path / "resumed" / "checkpoints" / "step_00000001").symlink_to(tmp_path / "whole" / "checkpoints" / "step_00000001")
+    resumed = run("resumed")
+    assert ["optimizer/lr" in step for step in resumed.metrics] == [False, True]
+    assert all(torch.equal(resumed.critic[name], tensor) for name, tensor in whole.critic.items())
+    assert all(torch.equal(resumed.weights[name], tensor) for name, tensor in whole.weights.items())
+
+
 def _record_known_values(directory: Path, num_steps: int) -> None:
     """Prompts whose last token says the reward: token 10 pays 1, 11 pays 0. Responses are random, so the prompt alone is worth something."""
     draw = random.Random(0)
