@@ -113,24 +113,27 @@ def _heaviest_first(weight: Sequence[float]) -> list[int]:
     return sorted(range(len(weight)), key=lambda index: (-weight[index], index))
 
 
-def build_microbatch(trajectories: Trajectories, samples: Sequence[int], *, sequence_multiple: int, total_multiple: int, pad_token_id: int) -> Microbatch:
+def build_microbatch(
+    trajectories: Trajectories, samples: Sequence[int], *, sequence_multiple: int, total_multiple: int, pad_token_id: int, min_tokens: int = 0
+) -> Microbatch:
     """Lays `samples` out one after the other for one forward pass.
 
-    Each sample is padded by itself to `sequence_multiple`. What the total lacks to `total_multiple` is a sequence of its own,
-    of padding only and at the end, so that a sample is laid out, and split over context-parallel ranks, the same way whatever
-    its neighbours. `cu_seqlens` covers every token. Without samples the microbatch is one such sequence of `total_multiple` tokens.
+    Each sample is padded by itself to `sequence_multiple`. What the total lacks to `min_tokens` and `total_multiple` is a sequence of
+    its own, of padding only and at the end, so that a sample is laid out, and split over context-parallel ranks, the same way
+    whatever its neighbours. `cu_seqlens` covers every token. Without samples the microbatch is one such sequence.
 
     Args:
         samples: indices into `trajectories`, in the order they take.
         sequence_multiple: 2 x context-parallel size (zigzag halves), 1 without context parallelism.
         total_multiple: tensor-parallel size x sequence_multiple; a multiple of it.
         pad_token_id: a valid token id; nothing is predicted from it and no sample attends to it.
+        min_tokens: the least total; the tokens of the longest pack where those of all replicas must be equally long.
     """
     if total_multiple % sequence_multiple:
         raise ValueError(f"total_multiple={total_multiple} is not a multiple of sequence_multiple={sequence_multiple}")
     token_offsets, action_offsets = trajectories.token_offsets.tolist(), trajectories.action_offsets.tolist()
     padded = [padded_length(token_offsets[sample + 1] - token_offsets[sample], sequence_multiple) for sample in samples]
-    total = padded_length(max(sum(padded), 1), total_multiple)
+    total = padded_length(max(sum(padded), min_tokens, 1), total_multiple)
     if total > sum(padded):
         padded.append(total - sum(padded))
 

@@ -95,9 +95,11 @@ def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfi
     _check_megatron_section(config, settings)
     kind = MLATransformerConfig if "multi_latent_attention" in settings else TransformerConfig
     try:
-        built = kind(**settings | _choices() | config.megatron)
+        # Upstream refuses `allgather` where packs differ in length. Ours differ, but with `allgather` the ones that meet do not.
+        built = kind(**settings | _choices() | config.megatron | dict(variable_seq_lengths=False))
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"Megatron-Core refuses the configuration: {error}") from error
+    built.variable_seq_lengths = settings["variable_seq_lengths"]
     if built.virtual_pipeline_model_parallel_size != config.parallel.virtual_pipeline_model_parallel_size:
         # Megatron-Core counts the stages of the layout itself, and would then run the ones that nobody built.
         raise UserError(
@@ -141,7 +143,7 @@ def _choices() -> dict[str, Any]:
     """Fields with a default of ours, which `megatron:` may set otherwise."""
     choices: dict[str, Any] = dict(
         moe_router_dtype="fp32",
-        moe_token_dispatcher_type="alltoall",  # upstream's default refuses variable_seq_lengths, for dense models too
+        moe_token_dispatcher_type="alltoall",  # upstream's default, allgather, needs packs of equal length on every rank
         moe_router_bias_update_rate=0.0,  # upstream's 1e-3 would move the policy outside the optimizer and its learning rate
     )
     if uses_transformer_engine():

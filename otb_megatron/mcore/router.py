@@ -46,8 +46,8 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "moe_router_force_biased": (lambda std: std is not None, _OTHER_CHOICE),
     "moe_enable_routing_replay": (lambda _: True, "set rollout.router_replay"),
     "moe_token_dispatcher_type": (
-        lambda kind: kind == "allgather" or (kind == "flex" and not torch.cuda.is_available()),
-        "allgather wants equal numbers of tokens on every rank, and packs differ in length; flex needs a GPU. alltoall, the default, works everywhere",
+        lambda kind: kind == "flex" and not torch.cuda.is_available(),
+        "flex needs a GPU; alltoall, the default, and allgather work everywhere",
     ),
     "moe_single_grouped_weight": (bool, "experts are loaded and sent to vLLM one by one"),
     "mlp_chunks_for_training": (lambda chunks: chunks > 1, "a router must see its whole pack"),

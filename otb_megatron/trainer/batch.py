@@ -98,22 +98,30 @@ def _parts(trajectories: Trajectories, config: Config, parallel: Parallel) -> li
     sequence_multiple = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
     total_multiple = config.parallel.tensor_model_parallel_size * sequence_multiple
     lengths = trajectories.token_offsets.diff().tolist()
+    equally_long = config.megatron.get("moe_token_dispatcher_type") == "allgather"  # it takes as many tokens from every rank
     parts = []
     for members in groups.tensor_split(config.algorithm.optimizer_steps_per_rollout):
         samples = torch.isin(trajectories.group, members).nonzero().flatten()
+        padded = [padded_length(lengths[sample], sequence_multiple) for sample in samples.tolist()]
         packed = schedule(
-            [padded_length(lengths[sample], sequence_multiple) for sample in samples.tolist()],
+            padded,
             num_replicas=parallel.dp_size,
             max_tokens=config.trainer.max_tokens_per_microbatch,
             # Megatron's interleaved schedule wants a multiple of the number of stages.
             divisor=config.parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1,
         )
+        longest = [max(sum(padded[index] for index in pack) for pack in packs) for packs in zip(*packed, strict=True)]
         microbatches = [
             [
                 build_microbatch(
-                    trajectories, samples[indices].tolist(), sequence_multiple=sequence_multiple, total_multiple=total_multiple, pad_token_id=PAD_TOKEN_ID
+                    trajectories,
+                    samples[indices].tolist(),
+                    sequence_multiple=sequence_multiple,
+                    total_multiple=total_multiple,
+                    pad_token_id=PAD_TOKEN_ID,
+                    min_tokens=tokens if equally_long else 0,
                 )
-                for indices in replica
+                for indices, tokens in zip(replica, longest, strict=True)
             ]
             for replica in packed
         ]

@@ -60,6 +60,7 @@ def _layout(
 _BOTH = (DENSE, MOE)
 _REPLICATED = {"use_distributed_optimizer": False}
 _FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 _SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective"}
 
 LAYOUTS = (
@@ -103,6 +104,10 @@ LAYOUTS = (
     _layout("TP2 + SP x CP2, EP2", 4, tp=2, sp=True, cp=2, ep=2, models=(MOE,), quick=(MOE,)),
     _layout("TP2 + SP, expert TP2", 2, tp=2, sp=True, etp=2, models=(MOE,), quick=(MOE,)),
     _layout("DP2 x TP2 + SP, EP2, expert TP2", 4, tp=2, sp=True, ep=2, etp=2, models=(MOE,)),
+    _layout("EP2, allgather", 2, ep=2, models=(MOE,), megatron=_ALLGATHER, quick=(MOE,)),
+    _layout("TP2 + SP x CP2, EP2, allgather", 4, tp=2, sp=True, cp=2, ep=2, models=(MOE,), megatron=_ALLGATHER),
+    _layout("PP2, EP2, allgather", 4, pp=2, ep=2, models=(MOE,), megatron=_ALLGATHER),
+    _layout("DP2 x TP2 + SP, EP2, expert TP2, allgather", 4, tp=2, sp=True, ep=2, etp=2, models=(MOE,), megatron=_ALLGATHER),
     _layout("full recompute", 1, megatron=_FULL_RECOMPUTE, quick=_BOTH),
     _layout("recompute of blocks", 1, megatron=_FULL_RECOMPUTE | {"recompute_method": "block", "recompute_num_layers": 2}),
     _layout("recompute of attention and MLP", 1, models=(DENSE,), megatron=_SELECTIVE_RECOMPUTE | {"recompute_modules": ["core_attn", "mlp"]}, quick=(DENSE,)),

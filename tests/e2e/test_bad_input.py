@@ -115,7 +115,7 @@ def test_settings_of_experts_that_compute_otherwise(values: dict[str, Any], tmp_
     make_model(tmp_path / "moe", "qwen3_moe")
     values["model"]["path"] = str(tmp_path / "moe")
     refused = {
-        "moe_token_dispatcher_type": ("allgather", "equal numbers of tokens"),
+        "moe_single_grouped_weight": (True, "one by one"),
         "moe_router_load_balancing_type": ("sinkhorn", "others than vLLM's"),
         "moe_expert_capacity_factor": (1.5, "drops tokens"),
         "moe_enable_routing_replay": (True, "set rollout.router_replay"),

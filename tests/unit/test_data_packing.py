@@ -167,9 +167,12 @@ def test_every_action_is_predicted_from_the_token_before_it(lengths: list[tuple[
     batch = trajectories(lengths)
     samples = data.draw(st.permutations(range(len(lengths))))[: data.draw(st.integers(0, len(lengths)))]
     multiple = 2 * cp if cp > 1 else 1
-    micro = build_microbatch(batch, samples, sequence_multiple=multiple, total_multiple=tp * multiple, pad_token_id=1)
+    least = data.draw(st.integers(0, 200))
+    micro = build_microbatch(batch, samples, sequence_multiple=multiple, total_multiple=tp * multiple, pad_token_id=1, min_tokens=least)
 
     sizes = micro.cu_seqlens.diff()
+    needed = sum(padded_length(sum(lengths[sample]), multiple) for sample in samples)
+    assert micro.tokens.numel() == padded_length(max(needed, least, 1), tp * multiple)
     assert micro.tokens.numel() % (tp * multiple) == 0 and micro.tokens.numel() == micro.cu_seqlens[-1] == sizes.sum()
     assert (sizes > 0).all() and (sizes % multiple == 0).all() and micro.max_seqlen == sizes.max()
     assert micro.action_index.tolist() == [a for s in samples for a in range(batch.action_offsets[s], batch.action_offsets[s + 1])]
