@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Glm4MoeConfig,
+    HYV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -67,6 +68,19 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "glm4_moe": Glm4MoeConfig(**_DIMENSIONS, **_SHARED, head_dim=32, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5),
 }
+# A family without a table, which Megatron-Bridge describes. Its bridge reads first_k_dense_replace, transformers mlp_layer_types; vLLM the last three.
+HY_V3 = HYV3Config(
+    **_DIMENSIONS,
+    head_dim=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    num_nextn_predict_layers=0,
+    first_k_dense_replace=1,
+    expert_hidden_dim=32,
+    qk_norm=True,
+    route_norm=True,
+)
 
 
 def make_model(directory: Path, kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from otb_megatron.algorithms import ADVANTAGES, check_options, choose
 from otb_megatron.algorithms.ragged import sums
 from otb_megatron.config import Config
 from otb_megatron.data.packing import build_microbatch
+from otb_megatron.mcore.bridge import find_bridge
 from otb_megatron.mcore.model import build_model, transformer_config, whole_on_one_rank
 from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel, world
 from otb_megatron.mcore.score import ScoreProbe, Scores
@@ -67,7 +68,7 @@ def _validate(config: Config) -> tuple[HuggingFaceModel, Config]:
     """The model, and the configuration that puts all of it on every rank."""
     whole = whole_on_one_rank(config)
     faults: list[str] = []
-    hf = collect(faults, lambda: load_model(config.model.path))
+    hf = collect(faults, lambda: load_model(config.model.path, find_bridge=find_bridge))
     if hf is not None:
         collect(faults, lambda: transformer_config(whole, hf))
         collect(faults, lambda: check_router_replay(config, hf))

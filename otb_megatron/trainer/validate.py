@@ -10,6 +10,7 @@ import torch
 from otb_megatron.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, check_fields, check_loss_fields, check_options, choose, needs_critic
 from otb_megatron.config import Config, CriticConfig, OptimizerConfig
 from otb_megatron.mcore import checkpoint
+from otb_megatron.mcore.bridge import find_bridge
 from otb_megatron.mcore.model import check_divisible, transformer_config
 from otb_megatron.mcore.parallel import data_parallel_size
 from otb_megatron.rewards.registry import resolve
@@ -90,7 +91,7 @@ def validate_model(config: Config, world_size: int, *, with_critic: bool = False
 
 
 def _load_model(faults: list[str], config: Config, world_size: int) -> HuggingFaceModel | None:
-    model: HuggingFaceModel | None = collect(faults, lambda: load_model(config.model.path))
+    model: HuggingFaceModel | None = collect(faults, lambda: load_model(config.model.path, find_bridge=find_bridge))
     collect(faults, lambda: data_parallel_size(config.parallel, world_size))
     if model is not None:
         collect(faults, lambda: _check_model(config, model))
@@ -117,7 +118,7 @@ def trained_networks(config: Config, task: Task) -> dict[str, TrainedNetwork]:
 
 def load_critic(config: Config) -> HuggingFaceModel:
     """The model that the critic starts from. Raises what `load_model` raises."""
-    return load_model(config.critic.path or config.model.path, "critic.path" if config.critic.path else "model.path")
+    return load_model(config.critic.path or config.model.path, "critic.path" if config.critic.path else "model.path", find_bridge)
 
 
 def check_router_replay(config: Config, model: HuggingFaceModel) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,20 +12,13 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from otb_megatron.types import UserError
-from otb_megatron.weights import settings
+from otb_megatron.weights import bridge, settings
 from otb_megatron.weights.layout import Whole
 from otb_megatron.weights.rope import Rope, rope
-from otb_megatron.weights.rules import ExpertNames, Rule, decoder_rules, latent_attention, routed_experts, with_attention
+from otb_megatron.weights.rules import Architecture, ExpertNames, Rule, decoder_rules, latent_attention, routed_experts, with_attention
 
 _VALUE_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}  # [1, hidden] and [1]
 VALUE_HEAD = frozenset(_VALUE_HEAD.values())  # what a checkpoint may lack and still start a critic
-
-
-@dataclass(frozen=True)
-class Architecture:
-    rules: Callable[[PreTrainedConfig, int], tuple[Rule, ...]]  # (config, padded vocabulary size)
-    settings: Callable[[PreTrainedConfig], dict[str, Any]]  # TransformerConfig fields
-    understood: frozenset[str]  # fields of config.json that `settings` maps or that only one value is accepted for
 
 
 @dataclass(frozen=True)
@@ -85,8 +77,12 @@ class HuggingFaceModel:
         return name.startswith(tuple(f"model.layers.{layer}." for layer in drafting))
 
 
-def load_model(path: Path, setting: str = "model.path") -> HuggingFaceModel:
-    """Reads `path`/config.json and finds its architecture. `setting` names the configuration's key that `path` comes from.
+def load_model(path: Path, setting: str = "model.path", find_bridge: bridge.FindBridge | None = None) -> HuggingFaceModel:
+    """Reads `path`/config.json and finds its architecture.
+
+    Args:
+        setting: the configuration's key that `path` comes from.
+        find_bridge: where families without a table are looked up (`mcore.bridge.find_bridge`); None for nowhere.
 
     Raises:
         UserError: no such directory, no config.json, or an architecture or setting without a mapping here.
@@ -99,24 +95,47 @@ def load_model(path: Path, setting: str = "model.path") -> HuggingFaceModel:
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}; download the model again") from error
     model_type = stored.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise UserError(f"{file}: model_type {model_type!r} has no weight mapping; known: {', '.join(sorted(ARCHITECTURES))}")
-    architecture = ARCHITECTURES[model_type]
+    if model_type in ARCHITECTURES:
+        architecture = ARCHITECTURES[model_type]
+        _check_fields(file, stored, architecture)
+        config = _completed(file, stored)
+    elif find_bridge is not None and model_type in CONFIG_MAPPING:
+        config = _completed(file, stored)
+        try:
+            architecture = bridge.architecture(find_bridge, config, stored)
+        except UserError as error:
+            raise UserError(f"{_no_table(file, model_type)}; {error}") from error
+        _check_fields(file, stored, architecture)
+    else:
+        raise UserError(_no_table(file, model_type))
+    model = HuggingFaceModel(path, config, architecture)
+    _ = model.settings, model.rope  # so that what has no mapping is said here
+    return model
+
+
+def _no_table(file: Path, model_type: str | None) -> str:
+    return f"{file}: model_type {model_type!r} has no weight mapping; known: {', '.join(sorted(ARCHITECTURES))}"
+
+
+def _check_fields(file: Path, stored: dict[str, Any], architecture: Architecture) -> None:
+    """Refuses fields of config.json that nobody maps."""
     unknown = sorted(set(stored) - architecture.understood - _NO_EFFECT)
     if unknown:
         listed = ", ".join(f"{key}={stored[key]!r}" for key in unknown)
         raise UserError(f"{file}: no mapping to Megatron-Core for {listed}; ignoring it could train another model")
     if stored.get("use_sliding_window"):  # transformers forgets the window where it is turned off, and applies it to some layers where it is on
         raise UserError(f"{file}: use_sliding_window=True (only False) has no mapping to Megatron-Core here")
+
+
+def _completed(file: Path, stored: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration with what config.json leaves out filled in as transformers does."""
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(stored)
+        config = CONFIG_MAPPING[stored["model_type"]].from_dict(stored)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:  # what its checks of types and values end in
         raise UserError(f"{file}: transformers refuses it: {error}") from error
-    if getattr(config, "head_dim", None) is None:
+    if getattr(config, "head_dim", None) is None and hasattr(config, "num_attention_heads"):
         config.head_dim = config.hidden_size // config.num_attention_heads
-    model = HuggingFaceModel(path, config, architecture)
-    _ = model.settings, model.rope  # so that what has no mapping is said here
-    return model
+    return config
 
 
 # Bookkeeping of transformers and settings of generation and of auxiliary losses: they do not enter a training forward pass.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
@@ -25,6 +25,13 @@ class Rule:
     hf: tuple[str, ...]
     layout: Whole
     group: Literal["tensor", "expert"] = "tensor"  # the parallel group that shards it: tensor or expert-tensor
+
+
+@dataclass(frozen=True)
+class Architecture:
+    rules: Callable[[PreTrainedConfig, int], tuple[Rule, ...]]  # (config, padded vocabulary size)
+    settings: Callable[[PreTrainedConfig], dict[str, Any]]  # TransformerConfig fields
+    understood: frozenset[str]  # fields of config.json that `settings` maps or that only one value is accepted for
 
 
 LayerRules = Callable[[str, str, PreTrainedConfig], list[Rule]]  # (Megatron prefix, Hugging Face prefix, config) of one layer

@@ -5,11 +5,14 @@ A field that Megatron-Core is not told about is refused unless it has the one va
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
 from otb_megatron.types import UserError
+
+# How an expert's weight follows from the router's logits; the first two differ in whether the chosen ones add up to one.
+Routing = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 # transformers builds the norms of the latents with this epsilon whatever rms_norm_eps is, vLLM with rms_norm_eps.
 _LATENT_NORM_EPS = 1e-6
@@ -17,11 +20,9 @@ _LATENT_NORM_EPS = 1e-6
 
 def dense(config: PreTrainedConfig, *, norm: bool = False, bias: bool = False) -> dict[str, Any]:
     """A pre-norm decoder with grouped-query attention, RMSNorm, RoPE and SwiGLU; `norm` of query and key, `bias` of query, key and value."""
-    _only(config, hidden_act="silu", attention_dropout=0.0, mlp_bias=False, use_sliding_window=False, sliding_window=None, use_mrope=False)
+    check_plain_layers(config)
     if not bias:
         _only(config, attention_bias=False)
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise UserError(f"config.json: layer_types {sorted(set(config.layer_types))} has no mapping; only full_attention")
     return dict(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -33,6 +34,13 @@ def dense(config: PreTrainedConfig, *, norm: bool = False, bias: bool = False) -
         qk_layernorm=norm,
         add_qkv_bias=bias,
     )
+
+
+def check_plain_layers(config: PreTrainedConfig) -> None:
+    """Refuses layers other than those of SwiGLU and of attention to all earlier positions."""
+    _only(config, hidden_act="silu", attention_dropout=0.0, mlp_bias=False, use_sliding_window=False, sliding_window=None, use_mrope=False)
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        raise UserError(f"config.json: layer_types {sorted(set(config.layer_types))} has no mapping; only full_attention")
 
 
 def qwen3_moe(config: PreTrainedConfig) -> dict[str, Any]:
@@ -68,6 +76,18 @@ def deepseek_v2(config: PreTrainedConfig) -> dict[str, Any]:
         raise UserError(f"config.json: topk_method='greedy' with {fields}: transformers takes no groups then, vLLM does; set n_group=1 and topk_group=1")
     routing = _softmax_routing(normalised=False) | groups | dict(moe_router_topk_scaling_factor=config.routed_scaling_factor)
     return _latent(config) | _experts(config, config.moe_intermediate_size) | routing
+
+
+def decoder(config: PreTrainedConfig, *, norm: bool, bias: bool, routing: Routing | None) -> dict[str, Any]:
+    """A family by its parts, for one without a function of its own; `routing` is None for a dense model."""
+    settings = dense(config, norm=norm, bias=bias)
+    if routing is None:
+        return settings
+    settings |= _experts(config, config.moe_intermediate_size)
+    if routing == "sigmoid":
+        return settings | _sigmoid_routing(config)
+    scaled = {} if config.routed_scaling_factor is None else dict(moe_router_topk_scaling_factor=config.routed_scaling_factor)
+    return settings | _softmax_routing(normalised=routing == "softmax_of_chosen") | _groups(config) | scaled
 
 
 def expert_layers(config: PreTrainedConfig) -> list[bool]:
