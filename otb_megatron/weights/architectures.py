@@ -108,6 +108,8 @@ def load_model(path: Path, setting: str = "model.path", find_bridge: bridge.Find
         _check_fields(file, stored, architecture)
     else:
         raise UserError(_no_table(file, model_type))
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
     model = HuggingFaceModel(path, config, architecture)
     _ = model.settings, model.rope  # so that what has no mapping is said here
     return model
@@ -130,12 +132,9 @@ def _check_fields(file: Path, stored: dict[str, Any], architecture: Architecture
 def _completed(file: Path, stored: dict[str, Any]) -> PreTrainedConfig:
     """The configuration with what config.json leaves out filled in as transformers does."""
     try:
-        config = CONFIG_MAPPING[stored["model_type"]].from_dict(stored)
+        return CONFIG_MAPPING[stored["model_type"]].from_dict(stored)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:  # what its checks of types and values end in
         raise UserError(f"{file}: transformers refuses it: {error}") from error
-    if getattr(config, "head_dim", None) is None and hasattr(config, "num_attention_heads"):
-        config.head_dim = config.hidden_size // config.num_attention_heads
-    return config
 
 
 # Bookkeeping of transformers and settings of generation and of auxiliary losses: they do not enter a training forward pass.

@@ -71,14 +71,13 @@ def architecture(find_bridge: FindBridge, config: PreTrainedConfig, stored: dict
     """
     seen = _Seen(config)
     bridge = find_bridge(seen)  # type: ignore[arg-type]
-    settings.check_plain_layers(config)
     name = type(bridge).__name__
     try:
         provider = bridge.provider_bridge(SimpleNamespace(config=seen))
         registry = bridge.mapping_registry()
-    except (AttributeError, TypeError, ValueError, KeyError) as error:
+    except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"Megatron-Bridge's {name} cannot read this config.json: {type(error).__name__} {error}") from error
-    _refuse(name, _hook_faults(bridge) + _provider_faults(provider, config))
+    _refuse(name, _layer_faults(config) + _hook_faults(bridge) + _provider_faults(provider, config) + _override_faults(bridge, provider, config))
     usual = _in_usual_names(provider)
     attention = dict(bias=provider.add_qkv_bias, norm=provider.qk_layernorm)
     shared, corrected = hasattr(usual, "n_shared_experts"), provider.moe_router_enable_expert_bias
@@ -118,6 +117,14 @@ def _without_effect(config: PreTrainedConfig, stored: dict[str, Any], seen: set[
     return frozenset(key for key, name in names.items() if name not in declared or getattr(shorter, name) == getattr(config, name))
 
 
+def _layer_faults(config: PreTrainedConfig) -> list[str]:
+    try:
+        settings.check_plain_layers(config)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
 def _hook_faults(bridge: Any) -> list[str]:
     """The conversion methods that the family overrides."""
     own = itertools.takewhile(lambda kind: kind.__name__ != "MegatronModelBridge", type(bridge).__mro__)
@@ -145,13 +152,19 @@ def _provider_faults(provider: Any, config: PreTrainedConfig) -> list[str]:
         faults.append(f"moe_layer_freq={provider.moe_layer_freq!r}")
     if (shared := provider.moe_shared_expert_intermediate_size or 0) and shared % provider.moe_ffn_hidden_size:
         faults.append(f"moe_shared_expert_intermediate_size={shared} is no multiple of moe_ffn_hidden_size={provider.moe_ffn_hidden_size}")
-    for field, value, expected in (
-        ("share_embeddings_and_output_weights", provider.share_embeddings_and_output_weights, bool(config.tie_word_embeddings)),
-        ("rotary_base", provider.rotary_base, (getattr(config, "rope_parameters", None) or {}).get("rope_theta")),
-        ("vocab_size", provider.vocab_size, config.vocab_size),
-    ):
-        if value != expected:
-            faults.append(f"{field}={value!r}, which is {expected!r} in config.json")
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    if provider.rotary_base != theta:
+        faults.append(f"rope_theta={theta!r} of config.json is not followed: rotary_base={provider.rotary_base!r}")
+    return faults
+
+
+def _override_faults(bridge: Any, provider: Any, config: PreTrainedConfig) -> list[str]:
+    """Fields of config.json that all bridges map and that this family's then sets to another value."""
+    faults = []
+    for name, field in bridge.CONFIG_MAPPING:
+        value, followed = getattr(config, name, None), getattr(provider, field, None)
+        if value is not None and field not in _RUN and value != followed:
+            faults.append(f"{name}={value!r} of config.json is not followed: {field}={followed!r}")
     return faults
 
 

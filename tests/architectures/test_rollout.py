@@ -46,9 +46,14 @@ def _logits(directory: Path, tokens: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_engine_answers_as_transformers_after_each_update(tmp_path: Path, kind: str) -> None:
-    models = {version: tmp_path / str(version) for version in (1, 2)}
+    check_answers(tmp_path, _config(kind))
+
+
+def check_answers(work: Path, config: PretrainedConfig) -> None:
+    """An engine that started without weights answers as each of two models of the architecture, once it has that model's weights."""
+    models = {version: work / str(version) for version in (1, 2)}
     for version, directory in models.items():
-        random_model(_config(kind), seed=version).save_pretrained(directory)
+        random_model(config, seed=version).save_pretrained(directory)
         make_tokenizer().save_pretrained(directory)
     settings = RolloutConfig(num_engines=1, max_response_tokens=MAX_RESPONSE_TOKENS, start_timeout_s=240, generate_timeout_s=60, weight_transfer_timeout_s=60)
     with RolloutPool(settings, model_dir=models[1], dtype="float32", max_prompt_tokens=MAX_PROMPT_TOKENS, load_weights=False) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from otb_megatron.trainer.batch import distribute, gather_statistics
 from otb_megatron.trainer.driver import Driver
 from otb_megatron.types import Trajectories
 from otb_megatron.weights.architectures import load_model
+from otb_megatron.weights.bridge import FindBridge
 from otb_megatron.weights.export import Export
 from otb_megatron.weights.files import Checkpoint
 from tests.distributed.launcher import run_ranks
 from tests.distributed.training import record_samples, settings
 from tests.models import CONFIGS, VOCAB_SIZE, make_model
+
+Statistics = tuple[Tensor, Tensor, Tensor]  # log-prob, entropy and energy, each [actions]
 
 TEMPERATURE = 0.7
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, parallel section, megatron section; every model has 4 layers
@@ -61,11 +65,15 @@ def make_models(work: Path) -> None:
     record_samples(work / "rollouts", vocab_size=VOCAB_SIZE, num_steps=1)
 
 
-def check(models: Path, export_dir: Path, kind: str, layout: str) -> None:
-    """The model's statistics are those of transformers, and its export holds bit for bit what was imported."""
+def check(models: Path, export_dir: Path, kind: str, layout: str, *, on_rank: Callable[..., Statistics | None] | None = None, timeout_s: float = 240) -> None:
+    """The model's statistics are those of transformers, and its export holds bit for bit what was imported.
+
+    Args:
+        on_rank: what computes them; None for `statistics_and_export`.
+    """
     world_size, parallel, megatron = LAYOUTS[layout]
     values = settings(models / kind, models, parallel=parallel, megatron=megatron)
-    found = run_ranks(_statistics_and_export, world_size, values, export_dir, timeout_s=240)[0]
+    found = run_ranks(on_rank or statistics_and_export, world_size, values, export_dir, timeout_s=timeout_s)[0]
     expected = _oracle(models / kind, Trajectories.from_samples(load_rollouts(models / "rollouts", 1)))
     for name, got, want in zip(("log_prob", "entropy", "energy"), found, expected, strict=True):
         assert float((got - want).abs().max()) < 5e-5, name
@@ -76,9 +84,9 @@ def check(models: Path, export_dir: Path, kind: str, layout: str) -> None:
         assert torch.equal(exported.get(name), tensor), name
 
 
-def _statistics_and_export(rank: int, world_size: int, values: dict[str, Any], export_dir: Path) -> tuple[Tensor, Tensor, Tensor] | None:
+def statistics_and_export(rank: int, world_size: int, values: dict[str, Any], export_dir: Path, find_bridge: FindBridge | None = None) -> Statistics | None:
     config = validate_config(values, "test")
-    hf = load_model(config.model.path)
+    hf = load_model(config.model.path, find_bridge=find_bridge)
     parallel = start_parallel(config.parallel, seed=0, deadline_s=60)
     driver = Driver(parallel)
     model = build_model(config, hf, parallel)
@@ -97,7 +105,7 @@ def _statistics_and_export(rank: int, world_size: int, values: dict[str, Any], e
     return None if found is None else (found.log_prob, found.entropy, energy(found))
 
 
-def _oracle(model_dir: Path, trajectories: Trajectories) -> tuple[Tensor, Tensor, Tensor]:
+def _oracle(model_dir: Path, trajectories: Trajectories) -> Statistics:
     """log-prob, entropy and ||e_y - pi||^2 by their definitions, one unpadded sample at a time."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, experts_implementation="eager").eval()
     columns: list[tuple[Tensor, Tensor, Tensor]] = []

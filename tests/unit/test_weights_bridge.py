@@ -8,16 +8,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from transformers import PreTrainedConfig
+from transformers import HYV3ForCausalLM, PreTrainedConfig
 
 from otb_megatron.mcore.bridge import find_bridge
 from otb_megatron.types import UserError
@@ -132,6 +133,15 @@ def _filled(pattern: str, numbers: tuple[str, ...]) -> str:
 
 
 class MegatronModelBridge:
+    CONFIG_MAPPING = [
+        ("vocab_size", "vocab_size"),
+        ("tie_word_embeddings", "share_embeddings_and_output_weights"),
+        ("max_position_embeddings", "seq_length"),
+        ("rope_scaling.factor", "rope_scaling_factor"),
+        ("scoring_func", "moe_router_score_function"),
+        ("kv_lora_rank", "kv_lora_rank"),
+    ]
+
     def maybe_modify_loaded_hf_weight(self) -> None: ...
 
     def build_conversion_tasks(self) -> None: ...
@@ -280,9 +290,9 @@ def test_every_tensor_of_a_checkpoint_has_one_rule(directory: Path) -> None:
         ({"activation_func": F.gelu}, r"activation_func=gelu \(only silu\)"),
         ({"transformer_layer_spec": own_layer_spec}, "builds its layers with own_layer_spec"),
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type='learned_absolute'"),
-        ({"rotary_base": 500000}, "rotary_base=500000, which is 11158840.0 in config.json"),
-        ({"vocab_size": 98}, "vocab_size=98, which is 97 in config.json"),
-        ({"share_embeddings_and_output_weights": True}, "share_embeddings_and_output_weights=True, which is False"),
+        ({"rotary_base": 500000}, "rope_theta=11158840.0 of config.json is not followed: rotary_base=500000"),
+        ({"vocab_size": 98}, "vocab_size=97 of config.json is not followed: vocab_size=98"),
+        ({"share_embeddings_and_output_weights": True}, "tie_word_embeddings=False of config.json is not followed: share_embeddings_and_output_weights=True"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type='sinkhorn'"),
         ({"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias=False with sigmoid scores"),
         ({"moe_router_score_function": "softmax"}, "moe_router_enable_expert_bias=True with softmax scores"),
@@ -340,11 +350,13 @@ def test_what_converts_weights_beside_the_registry_is_named_with_everything_else
     [
         ({"mlp_layer_types": ["sparse"] * 4}, "no mapping to Megatron-Core for mlp_layer_types"),  # transformers reads it, the bridge does not
         ({"enable_moe_fp32_combine": False}, "no mapping to Megatron-Core for enable_moe_fp32_combine=False"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' of config.json is not followed: moe_router_score_function='sigmoid'"),
+        ({"kv_lora_rank": 8}, "kv_lora_rank=8 of config.json is not followed: kv_lora_rank=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"mlp_bias": True}, "mlp_bias=True"),
     ],
 )
-def test_a_field_that_only_transformers_reads_is_refused(directory: Path, change: dict[str, Any], part: str) -> None:
+def test_a_field_that_is_not_followed_is_refused(directory: Path, change: dict[str, Any], part: str) -> None:
     stored = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(stored | change))
     assert part in _refused(directory, HYV3Bridge)
@@ -370,6 +382,43 @@ def test_without_megatron_bridge_the_error_names_it_and_its_pins(directory: Path
     message = _refused(directory, find_bridge)
     assert "model_type 'hy_v3' has no weight mapping; known: deepseek_v2" in message
     assert "Megatron-Bridge, which knows more families, is not installed: megatron-bridge 0.6.2 wants transformers 5.12.1 at most" in message
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package in the place of Megatron-Bridge that knows Hy V3 by the class of transformers."""
+
+    def get_model_bridge(architecture: Any, hf_config: Any) -> HYV3Bridge:
+        if architecture is not HYV3ForCausalLM:
+            raise NotImplementedError
+        return HYV3Bridge(hf_config)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.models.conversion"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module = ModuleType("megatron.bridge.models.conversion.model_bridge")
+    vars(module)["get_model_bridge"] = get_model_bridge
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_a_bridge_is_found_by_the_architecture(directory: Path, installed: ModuleType) -> None:
+    assert load_model(directory, find_bridge=find_bridge).settings["moe_router_topk_scaling_factor"] == 2.826
+
+
+def test_a_family_that_it_does_not_know_is_named(directory: Path, installed: ModuleType) -> None:
+    stored = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(stored | {"architectures": ["SomeForCausalLM"]}))
+    assert "Megatron-Bridge does not know SomeForCausalLM either" in _refused(directory, find_bridge)
+    (directory / "config.json").write_text(json.dumps({key: value for key, value in stored.items() if key != "architectures"}))
+    assert "config.json names no architectures" in _refused(directory, find_bridge)
+
+
+def test_what_its_import_lacks_is_named(directory: Path, installed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, installed.__name__, None)
+    assert "Megatron-Bridge is installed but cannot be imported: import of megatron.bridge.models.conversion.model_bridge halted" in _refused(
+        directory, find_bridge
+    )
 
 
 def test_a_family_that_transformers_does_not_know_is_refused_before_a_bridge_is_asked(tmp_path: Path) -> None:
