@@ -158,7 +158,9 @@ class HYV3Bridge(MegatronModelBridge):
     def provider_bridge(self, pretrained: SimpleNamespace) -> GPTModelProvider:
         config = pretrained.config
         names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
-        values = {name: getattr(config, name) for name in [*names, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "tie_word_embeddings"]}
+        values = {
+            name: getattr(config, name) for name in [*names, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "tie_word_embeddings", "hidden_act"]
+        }
         return self.provider_class(
             num_layers=values["num_hidden_layers"],
             hidden_size=values["hidden_size"],
@@ -352,7 +354,7 @@ def test_what_converts_weights_beside_the_registry_is_named_with_everything_else
         ({"enable_moe_fp32_combine": False}, "no mapping to Megatron-Core for enable_moe_fp32_combine=False"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax' of config.json is not followed: moe_router_score_function='sigmoid'"),
         ({"kv_lora_rank": 8}, "kv_lora_rank=8 of config.json is not followed: kv_lora_rank=None"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' (only 'silu')"),
         ({"mlp_bias": True}, "mlp_bias=True"),
     ],
 )
