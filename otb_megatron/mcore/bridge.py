@@ -34,7 +34,7 @@ def find_bridge(config: PreTrainedConfig) -> Any:
         raise UserError(f"Megatron-Bridge is installed but cannot be imported: {error}; docs/checkpoints.md lists what it needs") from error
     if not config.architectures:
         raise UserError("config.json names no architectures, by which Megatron-Bridge knows a family")
-    (architecture,) = config.architectures
+    architecture = config.architectures[0]
     try:
         return get_model_bridge(getattr(transformers, architecture, architecture), config)
     except NotImplementedError as error:
