@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     HYV3Config,
     LlamaConfig,
     MistralConfig,
@@ -51,9 +52,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**_DIMENSIONS | dict(hidden_size=128)),  # heads of 32, the smallest that vLLM has on a CPU
     "qwen3": Qwen3Config(**_DIMENSIONS, head_dim=32),
     "qwen3_tied": Qwen3Config(**_DIMENSIONS | _EIGHT_HEADS, tie_word_embeddings=True),
+    "qwen3_window": Qwen3Config(**_DIMENSIONS, head_dim=32, use_sliding_window=True, sliding_window=4, max_window_layers=1),  # one layer without, three with
     "qwen3_moe": Qwen3MoeConfig(**_DIMENSIONS | _EIGHT_HEADS, **_MOE),
     "qwen3_moe_unnormalised": Qwen3MoeConfig(**_DIMENSIONS, head_dim=32, **_MOE | {"norm_topk_prob": False}),
-    "mistral": MistralConfig(**_DIMENSIONS, head_dim=32, sliding_window=None),
+    "mistral": MistralConfig(**_DIMENSIONS, head_dim=32, sliding_window=5),
     "mixtral_moe": MixtralConfig(**_DIMENSIONS, head_dim=32, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.0),
     "deepseek_v3_moe": DeepseekV3Config(
         **_DIMENSIONS | _LATENT, q_lora_rank=48, topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid", rope_parameters=_YARN
@@ -65,6 +67,14 @@ CONFIGS: dict[str, PretrainedConfig] = {
         topk_method="group_limited_greedy",
         routed_scaling_factor=1.5,
         rope_parameters=_YARN,
+    ),
+    "gpt_oss_moe": GptOssConfig(
+        **_DIMENSIONS,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, beta_fast=8.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=128),
     ),
     "glm4_moe": Glm4MoeConfig(**_DIMENSIONS, **_SHARED, head_dim=32, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5),
 }

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from otb_megatron.mcore.platform import uses_transformer_engine
@@ -39,7 +40,8 @@ class AttentionBatch:
     num_sequences: int
     num_queries: int  # per sequence, padding included
     num_keys: int
-    visible: Tensor | None  # bool [sequences, 1, queries, keys]; None where plain causal order says it all
+    visible: Tensor | None  # bool [sequences, 1, queries, keys], in layers without a window; None where plain causal order says it all
+    in_window: Tensor | None  # the same in layers with one; None if no layer has one
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,13 @@ class AttentionPlan:
     attended_rows: Tensor  # int64 [tokens / cp], where each of this rank's rows stands among the queries of all batches
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, cp_size: int, cp_rank: int, device: torch.device) -> AttentionPlan:
-        """cu_seqlens int32 [sequences + 1], padded and of the whole pack."""
+    def of(cls, cu_seqlens: Tensor, cp_size: int, cp_rank: int, device: torch.device, *, window: int | None, sinks: bool) -> AttentionPlan:
+        """
+        Args:
+            cu_seqlens: int32 [sequences + 1], padded and of the whole pack.
+            window: how many tokens before it a token sees in the layers with a window; None: no layer has one.
+            sinks: whether one key more stands behind the keys of each sequence, seen by every query.
+        """
         bounds = cu_seqlens.tolist()
         # Keys arrive gathered rank after rank; find where each row of the whole pack stands among them.
         row_of_position = sequence_order(cu_seqlens, cp_size)
@@ -75,14 +82,23 @@ class AttentionPlan:
                 order[i, : rows.numel()] = position[rows] - first
                 keys[i, : last - first] = row_of_position[first:last]
             # Padding keys lie behind every real query, and a padding query sees key 0, so no row is empty.
-            visible = (order[:, :, None] >= torch.arange(num_keys))[:, None].to(device) if cp_size > 1 else None
-            batches.append(AttentionBatch(len(sequences), num_queries, num_keys, visible))
+            visible = _visible_keys(order, num_keys, None, sinks).to(device) if sinks or cp_size > 1 else None
+            in_window = None if window is None else _visible_keys(order, num_keys, window, sinks).to(device)
+            batches.append(AttentionBatch(len(sequences), num_queries, num_keys, visible, in_window))
             query_rows.append(queries.flatten())
             key_rows.append(keys.flatten())
             kept.append(own.flatten())
         all_queries = torch.cat(query_rows)
         at = torch.cat(kept).nonzero().flatten()
         return cls(batches, all_queries.to(device), torch.cat(key_rows).to(device), at[all_queries[at].argsort()].to(device))
+
+
+def _visible_keys(order: Tensor, num_keys: int, window: int | None, sinks: bool) -> Tensor:
+    """order [sequences, queries], each query's position -> bool [sequences, 1, queries, keys], or one key more with sinks."""
+    visible = order[:, :, None] >= torch.arange(num_keys)
+    if window is not None:
+        visible &= order[:, :, None] <= torch.arange(num_keys) + window
+    return F.pad(visible, (0, int(sinks)), value=True)[:, None]
 
 
 def batch_length(length: int) -> int:
@@ -100,7 +116,12 @@ class PackedSequences(PackedSeqParams):
     attention: AttentionPlan | None = None  # None with Transformer Engine, whose attention needs no plan
 
     @classmethod
-    def of(cls, microbatch: Microbatch, cp_size: int, cp_rank: int, device: torch.device) -> PackedSequences:
+    def of(cls, microbatch: Microbatch, config: TransformerConfig, cp_size: int, cp_rank: int, device: torch.device) -> PackedSequences:
+        """The pack for a model of `config`."""
+        plan = None
+        if not uses_transformer_engine():
+            window = config.window_size[0] if config.window_size else None
+            plan = AttentionPlan.of(microbatch.cu_seqlens, cp_size, cp_rank, device, window=window, sinks=config.softmax_type == "learnable")
         offsets = microbatch.cu_seqlens.to(device)
         return cls(
             qkv_format="thd",
@@ -112,12 +133,14 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=microbatch.max_seqlen,
             position_ids=microbatch.position_ids.to(device),
             local_rows=local_rows(microbatch.cu_seqlens, cp_size, cp_rank),
-            attention=None if uses_transformer_engine() else AttentionPlan.of(microbatch.cu_seqlens, cp_size, cp_rank, device),
+            attention=plan,
         )
 
 
 class PackedDotProductAttention(MegatronModule):
-    """Megatron's `core_attention` for packed sequences, with grouped queries and context parallelism.
+    """Megatron's `core_attention` for packed sequences, with grouped queries, sliding windows, sinks and context parallelism.
+
+    A sink (TransformerConfig's `softmax_type: learnable`) is a logit of each head that takes its share of the softmax and adds nothing.
 
     Under context parallelism keys and values are gathered over the group in the forward pass and their gradients
     reduce-scattered in the backward pass; queries stay where they are (Megatron's zigzag order).
@@ -140,6 +163,11 @@ class PackedDotProductAttention(MegatronModule):
         assert pg_collection is not None
         self.cp_group = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.tp_group = pg_collection.tp
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.empty(config.num_attention_heads // self.tp_group.size(), dtype=config.params_dtype))
+        self.has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
 
     def forward(
         self,
@@ -167,14 +195,36 @@ class PackedDotProductAttention(MegatronModule):
         """query [sequences queries, heads, d], key and value [sequences keys, groups, d] -> [sequences queries, heads d]."""
         q = query.unflatten(0, (batch.num_sequences, batch.num_queries)).transpose(1, 2)  # [sequences, heads, queries, d]
         k, v = (x.unflatten(0, (batch.num_sequences, batch.num_keys)).transpose(1, 2) for x in (key, value))
-        output = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=batch.visible, is_causal=batch.visible is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
-        )
+        visible = batch.in_window if self.has_window else batch.visible
+        if self.softmax_offset is not None:
+            q, k, v = _with_sink(q, k, v, self.softmax_offset / self.scale)
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1))
+        if self.softmax_offset is not None:
+            output = output[..., :-1]
         return output.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """No parameters, so nothing to save."""
-        return {}
+        """The sinks, under Megatron's own name and cut by heads as there."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        groups = dict(tp_group=self.tp_group, dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"])
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
+
+
+def _with_sink(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds a key whose product with every query of head h is sinks[h], and whose value is zero, so that the kernel need not know of sinks.
+
+    Args:
+        query: [sequences, heads, queries, d].
+        key, value: [sequences, groups, keys, d].
+        sinks: [heads], divided by the scale of the softmax.
+
+    Returns:
+        The same with one dimension and, of key and value, one row more. The last dimension of the attended values is to be dropped.
+    """
+    query = torch.cat([query, sinks.view(-1, 1, 1).expand(*query.shape[:-1], 1)], -1)
+    key, value = F.pad(key, (0, 1, 0, 1)), F.pad(value, (0, 1, 0, 1))
+    key[..., -1, -1] = 1.0
+    return query, key, value
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):

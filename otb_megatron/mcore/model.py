@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
 from otb_megatron.config import Config
 from otb_megatron.mcore.attention import PackedDotProductAttention, PackedRotaryEmbedding
@@ -58,6 +61,9 @@ _REFUSED = {
 }
 
 
+_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}  # this quick_gelu: Megatron-Core compares functions, and has another one of the same name
+
+
 @dataclass(frozen=True)
 class Model:
     """This rank's part of a policy, or of a critic."""
@@ -96,7 +102,7 @@ def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfi
     kind = MLATransformerConfig if "multi_latent_attention" in settings else TransformerConfig
     try:
         # Upstream refuses `allgather` where packs differ in length. Ours differ, but with `allgather` the ones that meet do not.
-        built = kind(**settings | _choices() | config.megatron | dict(variable_seq_lengths=False))
+        built = kind(**settings | _choices(settings) | config.megatron | dict(variable_seq_lengths=False))
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"Megatron-Core refuses the configuration: {error}") from error
     built.variable_seq_lengths = settings["variable_seq_lengths"]
@@ -114,14 +120,13 @@ def transformer_config(config: Config, hf: HuggingFaceModel) -> TransformerConfi
 def _settings(config: Config, hf: HuggingFaceModel) -> dict[str, Any]:
     """TransformerConfig fields that follow from the model, the other sections or the training step; `megatron:` may not set them."""
     parallel, dtype = config.parallel, getattr(torch, config.model.dtype)
-    settings: dict[str, Any] = hf.settings
+    settings: dict[str, Any] = dict(activation_func="silu", add_bias_linear=False) | hf.settings
+    settings["activation_func"] = _ACTIVATIONS[settings["activation_func"]]
     if "multi_latent_attention" in settings or hf.rope.attention_factor != 1.0:
         settings["apply_rope_fusion"] = False  # the fused rotation of packed sequences knows no factor
     settings |= dict(
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
         attention_dropout=0.0,  # the ratio of two policies needs the same network twice
         hidden_dropout=0.0,
         **{name: getattr(parallel, name) for name in type(parallel).model_fields},
@@ -139,7 +144,7 @@ def _settings(config: Config, hf: HuggingFaceModel) -> dict[str, Any]:
     return settings
 
 
-def _choices() -> dict[str, Any]:
+def _choices(settings: dict[str, Any]) -> dict[str, Any]:
     """Fields with a default of ours, which `megatron:` may set otherwise."""
     choices: dict[str, Any] = dict(
         moe_router_dtype="fp32",
@@ -148,6 +153,8 @@ def _choices() -> dict[str, Any]:
     )
     if uses_transformer_engine():
         choices |= dict(moe_grouped_gemm=True)
+        if "window_size" in settings or "softmax_type" in settings:
+            choices |= dict(cp_comm_type="a2a")  # Transformer Engine's other kinds of context parallelism know no window in packs, and no sinks
     else:
         choices |= dict(
             transformer_impl="local",
@@ -260,6 +267,8 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel, *, is_
         for experts in (module.local_experts for module in chunk.modules() if isinstance(module, SequentialMLP)):
             for expert in experts:
                 give_enough_rows(expert)
+                if megatron.add_bias_linear:
+                    expert.linear_fc2.register_forward_hook(_without_view)
         if is_critic and chunk.post_process:
             # GPTModel always makes an output layer over the vocabulary; it is freed here, before gradients and optimizer state are made for it.
             chunk.output_layer = ValueLayer(megatron)
@@ -267,8 +276,19 @@ def build_model(config: Config, hf: HuggingFaceModel, parallel: Parallel, *, is_
             if ".experts." in name:
                 # Megatron marks experts only in layouts that cut them; a checkpoint can cross layouts only if they are marked in all.
                 parameter.allreduce = False
+                # Also in layouts where it marks their biases for the sum over sequence-parallel ranks, which expert-data parallelism already contains.
+                parameter.sequence_parallel = False
+            if name.endswith(".softmax_offset"):
+                # Not marked by Transformer Engine either: the norm of the gradient would count the sinks of the first tensor-parallel rank only.
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         chunks.append(chunk.to(parallel.device))
     return Model(hf, megatron, padded_vocab_size, chunks, parallel, is_critic)
+
+
+def _without_view(layer: torch.nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A forward hook: Megatron-Core adds an expert's bias in place, which autograd forbids on the view that a reduction over one rank returns."""
+    product, bias = output
+    return product.clone(), bias
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -24,7 +24,7 @@ _TRANSFORMER_ENGINE_NAMES = (
     (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
     (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
     (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$", r"self_attention.\1_layernorm.weight"),
-    (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$", r"mlp.experts.local_experts.\2.\1.weight"),
+    (r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"mlp.experts.local_experts.\3.\1.\2"),
 )
 
 # The layers that compress queries, keys and values are cut over the tensor-parallel group without Transformer Engine and repeated with it.
@@ -106,6 +106,11 @@ def load_weights(model: Model, checkpoint: Checkpoint) -> None:
 def _read_shard(checkpoint: Checkpoint, rule: Rule, size: int, rank: int) -> Tensor:
     """This rank's part of a Megatron parameter, from those parts of the Hugging Face tensors that it is made of."""
     dim, layout = rule.layout.dim, rule.layout
+    if rule.stack is not None:
+        index, num_experts = rule.stack
+        if any(checkpoint.shape(part)[0] != num_experts for part in rule.hf):
+            raise ValueError(f"there are {num_experts} experts")
+        return layout.to_megatron([checkpoint.get(part, 0, index) for part in rule.hf])
     if dim is None or size == 1:
         return layout.to_megatron([checkpoint.get(part) for part in rule.hf])
     spans = [layout.span(checkpoint.shape(part)[dim], size, rank) for part in rule.hf]
@@ -126,10 +131,11 @@ class FullWeights:
 
     def __init__(self, model: Model) -> None:
         self._state = _named_state(model)
-        self._rules = model.rules
+        # Rules of one stack of Hugging Face tensors together, every other one alone.
+        self._groups = [list(rules) for _, rules in itertools.groupby(model.rules, key=lambda rule: rule.hf)]
         self._parallel = model.parallel
         self.dtype = model.config.params_dtype
-        rules = {rule.megatron: rule for rule in self._rules}
+        rules = {rule.megatron: rule for rule in model.rules}
         places = {}
         for name, parameter in self._state.items():
             count, index = _shard_place(model, rules[name])
@@ -141,7 +147,7 @@ class FullWeights:
         for rank, held in enumerate(everyone):
             for name, shard in held.items():
                 self._senders.setdefault(name, {}).setdefault(shard.index, (rank, shard))
-        for rule in self._rules:
+        for rule in model.rules:
             senders = self._senders.get(rule.megatron, {})
             count = next(iter(senders.values()))[1].count if senders else 0
             if len(senders) != max(count, 1):
@@ -150,24 +156,26 @@ class FullWeights:
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, dtype and full shape of every tensor in the order of `tensors()`. On rank 0; not collective."""
         described = []
-        for rule in self._rules:
-            shards = [torch.empty(shard.shape, dtype=shard.dtype, device="meta") for _, (_, shard) in sorted(self._senders[rule.megatron].items())]
-            parts = rule.layout.to_hf(rule.layout.unshard(shards))
-            described += [(name, part.dtype, tuple(part.shape)) for name, part in zip(rule.hf, parts, strict=True)]
+        for rules in self._groups:
+            shards = [
+                [torch.empty(shard.shape, dtype=shard.dtype, device="meta") for _, (_, shard) in sorted(self._senders[rule.megatron].items())] for rule in rules
+            ]
+            described += [(name, part.dtype, tuple(part.shape)) for name, part in zip(rules[0].hf, _to_hf(rules, shards), strict=True)]
         return described
 
     def tensors(self, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors from number `first` on, on rank 0; on other ranks it yields nothing and takes part. `first` is the same on all."""
         number = 0
-        coming: tuple[Rule, list[_Received], int] | None = None  # on its way while the consumer works on the one before
-        for rule in self._rules:
-            number += len(rule.hf)
+        coming: tuple[list[Rule], list[list[_Received]], int] | None = None  # on its way while the consumer works on the one before
+        for rules in self._groups:
+            num_tensors = len(rules[0].hf)
+            number += num_tensors
             if number <= first:
                 continue
-            received = self._exchange(rule)
+            received = [self._exchange(rule) for rule in rules]
             if coming is not None:
                 yield from self._join(*coming)
-            coming = (rule, received, max(0, len(rule.hf) - (number - first)))
+            coming = (rules, received, max(0, num_tensors - (number - first)))
         if coming is not None:
             yield from self._join(*coming)
 
@@ -185,15 +193,21 @@ class FullWeights:
                 shards.append(_Received(buffer, dist.irecv(buffer, src=sender)))
         return shards
 
-    def _join(self, rule: Rule, received: list[_Received], skip: int) -> Iterator[tuple[str, Tensor]]:
-        """The Hugging Face tensors of a parameter from number `skip` on, on rank 0."""
+    def _join(self, rules: list[Rule], received: list[list[_Received]], skip: int) -> Iterator[tuple[str, Tensor]]:
+        """The Hugging Face tensors of a parameter, or of a stack of them, from number `skip` on, on rank 0."""
         if not self._parallel.is_driver:
             return
-        for shard in received:
+        for shard in itertools.chain.from_iterable(received):
             if shard.work is not None:
                 shard.work.wait()
-        parts = rule.layout.to_hf(rule.layout.unshard([shard.tensor for shard in received]))
-        yield from list(zip(rule.hf, parts, strict=True))[skip:]
+        parts = _to_hf(rules, [[shard.tensor for shard in shards] for shards in received])
+        yield from list(zip(rules[0].hf, parts, strict=True))[skip:]
+
+
+def _to_hf(rules: list[Rule], shards: list[list[Tensor]]) -> list[Tensor]:
+    """The Hugging Face tensors of one rule, or of all rules of a stack, from the shards of each."""
+    parts = [rule.layout.to_hf(rule.layout.unshard(of_rule)) for rule, of_rule in zip(rules, shards, strict=True)]
+    return parts[0] if rules[0].stack is None else [torch.stack(places) for places in zip(*parts, strict=True)]
 
 
 def named_parameters(model: Model) -> dict[str, torch.nn.Parameter]:

@@ -122,7 +122,7 @@ def _loss(output: Tensor, *, inputs: LossInputs, offsets: Tensor, num_actions: i
 def run_chunk(model: Model, chunk: torch.nn.Module, microbatch: Microbatch, head: OutputProcessor) -> tuple[Tensor, LocalActions]:
     """Runs one model chunk on one microbatch; on the last stage the output is the head's."""
     parallel, device = model.parallel, model.parallel.device
-    pack = PackedSequences.of(microbatch, parallel.cp_size, parallel.cp_rank, device)
+    pack = PackedSequences.of(microbatch, model.config, parallel.cp_size, parallel.cp_rank, device)
     actions = LocalActions.of(microbatch, parallel.groups, device)
     tokens, positions = (rows[pack.local_rows][None].to(device) for rows in (microbatch.tokens, microbatch.position_ids))
     with routing(chunk, _pack_routing(model, microbatch, pack)) if model.config.num_moe_experts else nullcontext():

@@ -59,8 +59,8 @@ def _sizes(model: HuggingFaceModel, rules: tuple[Rule, ...]) -> tuple[int, int]:
     """(parameters outside experts, parameters of experts) of the whole model, without a value head that the checkpoint lacks."""
     checkpoint = Checkpoint(model.path)
     found = {"tensor": 0, "expert": 0}
-    for rule in rules:
-        found[rule.group] += sum(math.prod(checkpoint.shape(name)) for name in rule.hf if name in checkpoint.names)
+    for name, group in {name: rule.group for rule in rules for name in rule.hf if name in checkpoint.names}.items():
+        found[group] += math.prod(checkpoint.shape(name))
     return found["tensor"], found["expert"]
 
 

@@ -15,7 +15,7 @@ from otb_megatron.types import UserError
 from otb_megatron.weights import bridge, settings
 from otb_megatron.weights.layout import Whole
 from otb_megatron.weights.rope import Rope, rope
-from otb_megatron.weights.rules import Architecture, ExpertNames, Rule, decoder_rules, latent_attention, routed_experts, with_attention
+from otb_megatron.weights.rules import Architecture, ExpertNames, Rule, decoder_rules, latent_attention, routed_experts, stacked_experts, with_attention
 
 _VALUE_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}  # [1, hidden] and [1]
 VALUE_HEAD = frozenset(_VALUE_HEAD.values())  # what a checkpoint may lack and still start a critic
@@ -121,12 +121,15 @@ def _no_table(file: Path, model_type: str | None) -> str:
 
 def _check_fields(file: Path, stored: dict[str, Any], architecture: Architecture) -> None:
     """Refuses fields of config.json that nobody maps."""
+    if quantization := stored.get("quantization_config"):
+        raise UserError(
+            f"{file}: quantization_config={quantization!r}, and only weights that are not quantized are read; write them in bfloat16 first"
+            + (_MXFP4_REMEDY if stored["model_type"] == "gpt_oss" else "")
+        )
     unknown = sorted(set(stored) - architecture.understood - _NO_EFFECT)
     if unknown:
         listed = ", ".join(f"{key}={stored[key]!r}" for key in unknown)
         raise UserError(f"{file}: no mapping to Megatron-Core for {listed}; ignoring it could train another model")
-    if stored.get("use_sliding_window"):  # transformers forgets the window where it is turned off, and applies it to some layers where it is on
-        raise UserError(f"{file}: use_sliding_window=True (only False) has no mapping to Megatron-Core here")
 
 
 def _completed(file: Path, stored: dict[str, Any]) -> PreTrainedConfig:
@@ -136,6 +139,12 @@ def _completed(file: Path, stored: dict[str, Any]) -> PreTrainedConfig:
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:  # what its checks of types and values end in
         raise UserError(f"{file}: transformers refuses it: {error}") from error
 
+
+# By default save_pretrained of transformers 5.19 writes the experts of all layers under one name.
+_MXFP4_REMEDY = (
+    ", with transformers: from_pretrained(..., dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)), then "
+    "save_pretrained(..., save_original_format=False)"
+)
 
 # Bookkeeping of transformers and settings of generation and of auxiliary losses: they do not enter a training forward pass.
 _NO_EFFECT = frozenset(
@@ -157,6 +166,7 @@ _SHARED_EXPERT_FIELDS = _DENSE_FIELDS | frozenset(
     "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group topk_group norm_topk_prob "
     "routed_scaling_factor".split()
 )
+_GPT_OSS_FIELDS = _DENSE_FIELDS | frozenset("num_local_experts num_experts_per_tok experts_per_token initial_context_length swiglu_alpha swiglu_limit".split())
 _LATENT_FIELDS = _SHARED_EXPERT_FIELDS | frozenset(
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave scoring_func topk_method moe_layer_freq".split()
 )
@@ -172,11 +182,16 @@ _MIXTRAL_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(partial(decoder_rules, attention=_PLAIN), settings.dense, _DENSE_FIELDS),
-    "mistral": Architecture(partial(decoder_rules, attention=_PLAIN), settings.dense, _DENSE_FIELDS),
-    "qwen2": Architecture(partial(decoder_rules, attention=_BIASED), partial(settings.dense, bias=True), _DENSE_FIELDS),
-    "qwen3": Architecture(partial(decoder_rules, attention=_NORMED), partial(settings.dense, norm=True), _DENSE_FIELDS),
+    "mistral": Architecture(partial(decoder_rules, attention=_PLAIN), partial(settings.dense, windows=settings.one_window), _DENSE_FIELDS),
+    "qwen2": Architecture(partial(decoder_rules, attention=_BIASED), partial(settings.dense, bias=True, windows=settings.windows_by_layer), _DENSE_FIELDS),
+    "qwen3": Architecture(partial(decoder_rules, attention=_NORMED), partial(settings.dense, norm=True, windows=settings.windows_by_layer), _DENSE_FIELDS),
     "qwen3_moe": Architecture(partial(decoder_rules, attention=_NORMED, experts=routed_experts), settings.qwen3_moe, _QWEN_MOE_FIELDS),
     "mixtral": Architecture(partial(decoder_rules, attention=_PLAIN, experts=partial(routed_experts, names=_MIXTRAL_NAMES)), settings.mixtral, _MIXTRAL_FIELDS),
+    "gpt_oss": Architecture(
+        partial(decoder_rules, attention=with_attention(bias=True, norm=False, output_bias=True, sinks=True), experts=stacked_experts),
+        settings.gpt_oss,
+        _GPT_OSS_FIELDS,
+    ),
     "glm4_moe": Architecture(_glm_rules, settings.glm4_moe, _SHARED_EXPERT_FIELDS | {"use_qk_norm"}),
     "deepseek_v2": Architecture(
         partial(decoder_rules, attention=latent_attention, experts=partial(routed_experts, shared=True)), settings.deepseek_v2, _LATENT_FIELDS

@@ -30,8 +30,8 @@ class Checkpoint:
     def names(self) -> set[str]:
         return set(self._files)
 
-    def get(self, name: str, dim: int | None = None, span: slice | None = None) -> Tensor:
-        """Tensor `name` in its stored dtype, or of it only `span` along `dim`; no more is read.
+    def get(self, name: str, dim: int | None = None, span: slice | int | None = None) -> Tensor:
+        """Tensor `name` in its stored dtype, or of it only `span` along `dim` (a number: without that dimension); no more is read.
 
         Raises:
             UserError: its file is unreadable, or what was read cannot be weights.

@@ -66,6 +66,32 @@ class GatedPair(Whole):
 
 
 @dataclass(frozen=True)
+class Transposed(Whole):
+    """[inputs, outputs] -> [outputs, inputs]."""
+
+    def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
+        (part,) = parts
+        return part.t()
+
+    def to_hf(self, full: Tensor) -> list[Tensor]:
+        return [full.t().contiguous()]
+
+
+@dataclass(frozen=True)
+class InterleavedPair(Whole):
+    """gate_up_proj [hidden, 2 ffn], or its bias [2 ffn], with gate in the even and up in the odd columns -> linear_fc1 [2 ffn, ...], gate above up."""
+
+    def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
+        (part,) = parts
+        rows = part.transpose(0, -1)
+        return torch.cat([rows[::2], rows[1::2]], 0)
+
+    def to_hf(self, full: Tensor) -> list[Tensor]:
+        rows = torch.stack(full.chunk(2, 0), 1).flatten(0, 1)
+        return [rows.transpose(0, -1).contiguous()]
+
+
+@dataclass(frozen=True)
 class GroupedQKV(Whole):
     """q [heads d, ...], k and v [groups d, ...] -> linear_qkv [groups (heads/groups + 2) d, ...].
 

@@ -9,22 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from otb_megatron.weights.layout import GatedPair, GroupedQKV, PaddedVocabulary, Whole
+from otb_megatron.weights.layout import GatedPair, GroupedQKV, InterleavedPair, PaddedVocabulary, Transposed, Whole
 from otb_megatron.weights.settings import expert_layers, num_experts
+
+
+class Stack(NamedTuple):
+    """A place in the first dimension of Hugging Face tensors that hold something of every expert."""
+
+    index: int
+    size: int
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter or buffer and the Hugging Face tensors it is made of."""
+    """One Megatron parameter or buffer and the Hugging Face tensors it is made of. The rules of a stack follow each other in the order of their places."""
 
     megatron: str  # global name, e.g. decoder.layers.17.mlp.linear_fc1.weight
     hf: tuple[str, ...]
     layout: Whole
     group: Literal["tensor", "expert"] = "tensor"  # the parallel group that shards it: tensor or expert-tensor
+    stack: Stack | None = None  # where in the Hugging Face tensors it lies; None: it is all of them
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,10 @@ def decoder_rules(config: PreTrainedConfig, padded_vocab_size: int, *, attention
     return tuple(rules)
 
 
-def grouped_attention(megatron: str, hf: str, config: PreTrainedConfig, *, bias: bool, norm: bool) -> list[Rule]:
-    """Grouped-query attention; `bias` of query, key and value, `norm` of query and key."""
+def grouped_attention(
+    megatron: str, hf: str, config: PreTrainedConfig, *, bias: bool, norm: bool, output_bias: bool = False, sinks: bool = False
+) -> list[Rule]:
+    """Grouped-query attention; `bias` of query, key and value, `norm` of query and key, `sinks`: a logit of every head that takes attention to nothing."""
     qkv = GroupedQKV(num_groups=config.num_key_value_heads, head_dim=config.head_dim)
     rules = [
         Rule(megatron + "linear_qkv.weight", tuple(f"{hf}{x}_proj.weight" for x in "qkv"), qkv),
@@ -86,6 +96,10 @@ def grouped_attention(megatron: str, hf: str, config: PreTrainedConfig, *, bias:
         rules.append(Rule(megatron + "linear_qkv.bias", tuple(f"{hf}{x}_proj.bias" for x in "qkv"), qkv))
     if norm:
         rules += [Rule(f"{megatron}{x}_layernorm.weight", (f"{hf}{x}_norm.weight",), Whole()) for x in "qk"]
+    if output_bias:
+        rules.append(Rule(megatron + "linear_proj.bias", (hf + "o_proj.bias",), Whole()))
+    if sinks:
+        rules.append(Rule(megatron + "core_attention.softmax_offset", (hf + "sinks",), Whole(dim=0)))
     return rules
 
 
@@ -124,6 +138,25 @@ def routed_experts(
         rules += gated_mlp(megatron + "shared_experts.", hf + "mlp.shared_experts.")
     for expert in range(num_experts(config)):
         rules += gated_mlp(f"{megatron}experts.local_experts.{expert}.", f"{hf}{names.experts}.{expert}.", names.gate_up_down, "expert")
+    return rules
+
+
+def stacked_experts(megatron: str, hf: str, config: PreTrainedConfig) -> list[Rule]:
+    """Router and experts of gpt-oss, all with biases. A tensor holds one kind of weight of all experts, [experts, inputs, outputs].
+
+    Experts are never cut: Megatron-Core has no expert-tensor parallelism for experts with biases.
+    """
+    rules = [Rule(f"{megatron}router.{x}", (f"{hf}mlp.router.{x}",), Whole()) for x in ("weight", "bias")]
+    parameters = [
+        ("linear_fc1.weight", "gate_up_proj", InterleavedPair()),
+        ("linear_fc1.bias", "gate_up_proj_bias", InterleavedPair()),
+        ("linear_fc2.weight", "down_proj", Transposed()),
+        ("linear_fc2.bias", "down_proj_bias", Whole()),
+    ]
+    for parameter, name, layout in parameters:
+        for expert in range(num_experts(config)):
+            own = f"{megatron}experts.local_experts.{expert}.{parameter}"
+            rules.append(Rule(own, (f"{hf}mlp.experts.{name}",), layout, "expert", Stack(expert, num_experts(config))))
     return rules
 
 

@@ -5,6 +5,7 @@ A field that Megatron-Core is not told about is refused unless it has the one va
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
@@ -18,12 +19,52 @@ Routing = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 _LATENT_NORM_EPS = 1e-6
 
 
-def dense(config: PreTrainedConfig, *, norm: bool = False, bias: bool = False) -> dict[str, Any]:
+def no_window(config: PreTrainedConfig) -> dict[str, Any]:
+    """Full attention in every layer. transformers ignores a window in these families, and vLLM may not."""
+    _only(config, use_sliding_window=False, sliding_window=None)
+    return _windows(config, [False] * config.num_hidden_layers)
+
+
+def one_window(config: PreTrainedConfig) -> dict[str, Any]:
+    """`sliding_window` in every layer, or null. transformers does not look at layer_types in these families, vLLM does."""
+    if config.sliding_window is not None and getattr(config, "use_sliding_window", True) is False:
+        raise UserError(f"config.json: use_sliding_window=False with sliding_window={config.sliding_window} contradict each other for {config.model_type}")
+    return _windows(config, [config.sliding_window is not None] * config.num_hidden_layers)
+
+
+def windows_by_layer(config: PreTrainedConfig) -> dict[str, Any]:
+    """`sliding_window` in the layers that `layer_types` calls sliding_attention; transformers derives those where config.json has none."""
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    if any(slides) and config.sliding_window is None:
+        raise UserError("config.json: layer_types holds sliding_attention, but sliding_window or use_sliding_window turns the window off")
+    if 0 < sum(slides) < len(slides) and getattr(config, "max_window_layers", None) == len(slides):
+        raise UserError(
+            f"config.json: max_window_layers={len(slides)} with sliding_attention in layer_types: vLLM then leaves the window out; give the layer "
+            "from which on the window holds"
+        )
+    return _windows(config, slides)
+
+
+def _windows(config: PreTrainedConfig, slides: list[bool]) -> dict[str, Any]:
+    """Which layers have a window. Megatron-Core counts the tokens before a token, transformers that token as well."""
+    kinds = ["sliding_attention" if layer_slides else "full_attention" for layer_slides in slides]
+    if (getattr(config, "layer_types", None) or kinds) != kinds:
+        raise UserError(f"config.json: layer_types {config.layer_types} has no mapping for {config.model_type} here; only {kinds}")
+    if not any(slides):
+        return {}
+    if config.sliding_window < 1:
+        raise UserError(f"config.json: sliding_window={config.sliding_window} hides a token from itself; null turns the window off")
+    return dict(window_size=(config.sliding_window - 1, 0), window_attn_skip_freq=[int(layer_slides) for layer_slides in slides])
+
+
+def dense(
+    config: PreTrainedConfig, *, norm: bool = False, bias: bool = False, windows: Callable[[PreTrainedConfig], dict[str, Any]] = no_window
+) -> dict[str, Any]:
     """A pre-norm decoder with grouped-query attention, RMSNorm, RoPE and SwiGLU; `norm` of query and key, `bias` of query, key and value."""
-    check_plain_layers(config)
+    _check_swiglu(config)
     if not bias:
         _only(config, attention_bias=False)
-    return dict(
+    return windows(config) | dict(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.intermediate_size,
@@ -38,18 +79,22 @@ def dense(config: PreTrainedConfig, *, norm: bool = False, bias: bool = False) -
 
 def check_plain_layers(config: PreTrainedConfig) -> None:
     """Refuses layers other than those of SwiGLU and of attention to all earlier positions."""
-    _only(config, hidden_act="silu", attention_dropout=0.0, mlp_bias=False, use_sliding_window=False, sliding_window=None, use_mrope=False)
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise UserError(f"config.json: layer_types {sorted(set(config.layer_types))} has no mapping; only full_attention")
+    _check_swiglu(config)
+    no_window(config)
+
+
+def _check_swiglu(config: PreTrainedConfig) -> None:
+    _only(config, hidden_act="silu", attention_dropout=0.0, mlp_bias=False, use_mrope=False)
 
 
 def qwen3_moe(config: PreTrainedConfig) -> dict[str, Any]:
-    return dense(config, norm=True) | _experts(config, config.moe_intermediate_size) | _softmax_routing(normalised=config.norm_topk_prob)
+    routing = _softmax_routing(normalised=config.norm_topk_prob)
+    return dense(config, norm=True, windows=one_window) | _experts(config, config.moe_intermediate_size) | routing
 
 
 def mixtral(config: PreTrainedConfig) -> dict[str, Any]:
     _only(config, router_jitter_noise=0.0)
-    return dense(config) | _experts(config, config.intermediate_size) | _softmax_routing(normalised=True)
+    return dense(config, windows=one_window) | _experts(config, config.intermediate_size) | _softmax_routing(normalised=True)
 
 
 def glm4_moe(config: PreTrainedConfig) -> dict[str, Any]:
@@ -76,6 +121,29 @@ def deepseek_v2(config: PreTrainedConfig) -> dict[str, Any]:
         raise UserError(f"config.json: topk_method='greedy' with {fields}: transformers takes no groups then, vLLM does; set n_group=1 and topk_group=1")
     routing = _softmax_routing(normalised=False) | groups | dict(moe_router_topk_scaling_factor=config.routed_scaling_factor)
     return _latent(config) | _experts(config, config.moe_intermediate_size) | routing
+
+
+def gpt_oss(config: PreTrainedConfig) -> dict[str, Any]:
+    # vLLM takes these for granted, whatever config.json says.
+    _only(config, hidden_act="silu", attention_bias=True, rms_norm_eps=1e-5, swiglu_alpha=1.702, swiglu_limit=7.0, tie_word_embeddings=False)
+    alternating = ["sliding_attention", "full_attention"] * config.num_hidden_layers
+    if config.sliding_window is None or config.layer_types != alternating[: config.num_hidden_layers]:
+        given = f"layer_types={config.layer_types} with sliding_window={config.sliding_window}"
+        raise UserError(f"config.json: {given} has no mapping: vLLM has a window in the first layer and every second one after it, whatever layer_types says")
+    rope = config.rope_parameters
+    if rope["rope_type"] != "yarn" or {"beta_fast", "beta_slow"} - set(rope) or any(rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")):
+        raise UserError(f"config.json: rope_parameters {rope} has no mapping: vLLM takes yarn with beta_fast, beta_slow and its usual attention factor")
+    # Older names of two fields, which nobody reads.
+    _only(config, experts_per_token=config.num_experts_per_tok, initial_context_length=rope["original_max_position_embeddings"])
+    own = dict(
+        add_bias_linear=True,
+        softmax_type="learnable",
+        activation_func="quick_gelu",
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=config.swiglu_limit,
+    )
+    decoder = dense(config, bias=True, windows=windows_by_layer)
+    return decoder | _experts(config, config.intermediate_size) | _softmax_routing(normalised=True) | own
 
 
 def decoder(config: PreTrainedConfig, *, norm: bool, bias: bool, routing: Routing | None) -> dict[str, Any]:

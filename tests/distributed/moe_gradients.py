@@ -107,13 +107,14 @@ def transformers_step(model_dir: Path, found: Sequence[Sample], penalty: Penalty
 
     The weights of the chosen experts are the softmax over all experts, or over the chosen ones, which is what renormalising comes to.
     """
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, experts_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager").eval()
+    is_gpt_oss = model.config.model_type == "gpt_oss"
     logits: list[list[Tensor]] = [[] for _ in range(NUM_LAYERS)]
     record: list[Tensor | None] = [None]
     differs = [0, 0]
 
     def choose(layer: int, gate: torch.nn.Module, args: tuple[Tensor, ...], output: Any) -> tuple[Tensor, Tensor, Tensor]:
-        scores = args[0].reshape(-1, args[0].shape[-1]) @ gate.weight.T
+        scores = torch.nn.functional.linear(args[0].reshape(-1, args[0].shape[-1]), gate.weight, gate.bias if is_gpt_oss else None)
         logits[layer].append(scores)
         own = scores.topk(TOPK).indices
         chosen = own.clone()
@@ -122,11 +123,12 @@ def transformers_step(model_dir: Path, found: Sequence[Sample], penalty: Penalty
             chosen[: len(forced)] = forced
             differs[0] += sum(len(set(a) - set(b)) for a, b in zip(forced.tolist(), own.tolist(), strict=False))
             differs[1] += forced.numel()
-        weights = scores.gather(1, chosen).softmax(-1) if model.config.norm_topk_prob else scores.softmax(-1).gather(1, chosen)
+        weights = scores.gather(1, chosen).softmax(-1) if is_gpt_oss or model.config.norm_topk_prob else scores.softmax(-1).gather(1, chosen)
         return scores, weights, chosen
 
     for number, layer in enumerate(model.model.layers):
-        layer.mlp.gate.register_forward_hook(lambda gate, args, output, number=number: choose(number, gate, args, output))
+        gate = layer.mlp.router if is_gpt_oss else layer.mlp.gate
+        gate.register_forward_hook(lambda gate, args, output, number=number: choose(number, gate, args, output))
     log_prob = []
     for sample in found:
         prompt, response = sample.prompt.token_ids, sample.response.token_ids
@@ -142,7 +144,9 @@ def transformers_step(model_dir: Path, found: Sequence[Sample], penalty: Penalty
     gradient = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        if name.endswith("experts.gate_up_proj"):
+        if is_gpt_oss:
+            gradient[name] = parameter.grad
+        elif name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(parameter.grad):
                 gradient[name.replace("gate_up_proj", f"{expert}.gate_proj.weight")], gradient[name.replace("gate_up_proj", f"{expert}.up_proj.weight")] = (
                     both.chunk(2)

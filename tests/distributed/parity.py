@@ -54,7 +54,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, par
 
 
 def applies(kind: str, layout: str) -> bool:
-    """MoE models need sequence parallelism under TP, and expert parallelism needs experts."""
+    """MoE models need sequence parallelism under TP, and expert parallelism needs experts; Megatron-Core does not cut experts with biases."""
+    if kind == "gpt_oss_moe" and "etp" in layout:
+        return False
     return layout != "tp2" if "moe" in kind else "ep" not in layout and "etp" not in layout
 
 

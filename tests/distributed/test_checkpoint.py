@@ -14,6 +14,7 @@ from tests.distributed.training import NUM_STEPS, Outcome
 SAVED_AT = {
     "qwen3_tied": (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
     "qwen3_moe": (2, dict(expert_model_parallel_size=2)),
+    "gpt_oss_moe": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)),
     "deepseek_v3_moe": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
 }
 CONTINUED_AT: list[tuple[str, int, dict[str, Any]]] = [
@@ -21,6 +22,7 @@ CONTINUED_AT: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3_tied", 2, dict()),  # DP2
     ("qwen3_tied", 2, dict(pipeline_model_parallel_size=2)),
     ("qwen3_moe", 1, dict()),
+    ("gpt_oss_moe", 1, dict()),
     ("deepseek_v3_moe", 1, dict()),
 ]
 

@@ -53,7 +53,7 @@ VALUES: dict[str, list[Any]] = {
     "rope_parameters": ROPE,
     "layer_types": [["sliding_attention"] * 2],
     "mlp_only_layers": [[0]],
-    "sliding_window": [7],
+    "sliding_window": [None, 7],
     "head_dim": [16],
     "num_key_value_heads": [1, 4],
     "n_group": [1, 2],
@@ -66,11 +66,12 @@ VALUES: dict[str, list[Any]] = {
 
 # Fields of published models that transformers does not look at.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama": {"sliding_window": 7},
     "deepseek_v2": {"scoring_func": "sigmoid", "moe_layer_freq": 2, "seq_aux": True},
     "deepseek_v3": {"moe_layer_freq": 2, "ep_size": 2},
     "qwen2": {"use_mrope": True},
 }
-LEGACY_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LEGACY_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
 REFUSED_BY_TRANSFORMERS = {"topk_group=2", "n_group=1"}  # more groups to choose than there are, in GLM-4.5 and in DeepSeek-V2
 
 
@@ -151,7 +152,7 @@ def _ours(values: dict[str, Any], parallel: Parallel, *, loads: bool) -> list[Te
     ]
     microbatch = build_microbatch(Trajectories.from_samples(samples), range(len(TOKENS)), sequence_multiple=1, total_multiple=1, pad_token_id=0)
     with torch.no_grad():
-        pack = PackedSequences.of(microbatch, 1, 0, parallel.device)
+        pack = PackedSequences.of(microbatch, model.config, 1, 0, parallel.device)
         with routing(model.chunks[0], PackRouting.of(microbatch, pack.local_rows, parallel.device, replays=False)):
             logits = model.chunks[0](microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=pack)[0, :, : hf.vocab_size]
     return [rows[: len(tokens)] for rows, tokens in zip(logits.split(microbatch.cu_seqlens.diff().tolist()), TOKENS, strict=True)]

@@ -22,19 +22,26 @@ def test_layout_equals_one_process(references: dict[str, Reference], tmp_path: P
     assert difference.largest < TOLERANCE, difference
 
 
-FAMILIES = {"glm4_moe": ["TP2 + SP, EP2"], "deepseek_v3_moe": ["TP2 + SP", "CP2"]}
+FAMILIES = {  # layouts, and how many times TOLERANCE the first gradient and the weights may differ by
+    "glm4_moe": (["TP2 + SP, EP2"], 1),
+    "gpt_oss_moe": (["TP2 + SP, EP2", "CP2, EP2"], 5),
+    "deepseek_v3_moe": (["TP2 + SP", "CP2"], 1),
+}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_with_layers_of_their_own_train_alike_in_layouts(tmp_path: Path, kind: str) -> None:
-    """Shared experts, dense first layers, a frozen routing bias; compressed queries, keys and values.
+    """Shared experts, dense first layers, a frozen routing bias; sinks, windows, and biases of experts and router; compressed queries, keys and values.
 
     Latents are normalised twice and the router is a sigmoid: what rounding leaves of one step grows twentyfold in the next two.
+    The gradient of a router's bias is a sum over all tokens whose terms nearly cancel: 1e-5 of it is rounding.
     """
+    names, times = FAMILIES[kind]
     reference = Reference.of(kind, tmp_path / "one")
-    for layout in (layout for layout in LAYOUTS if layout.name in FAMILIES[kind]):
+    for layout in (layout for layout in LAYOUTS if layout.name in names):
         difference = measure(layout, reference, tmp_path / layout.name)
-        assert max(difference.first_gradient, difference.weights) < TOLERANCE and difference.largest < 10 * TOLERANCE, (layout.name, difference)
+        assert max(difference.first_gradient, difference.weights) < times * TOLERANCE, (layout.name, difference)
+        assert difference.largest < 10 * times * TOLERANCE, (layout.name, difference)
 
 
 def test_the_page_on_parallelism_has_every_layout_within_the_tolerance() -> None:

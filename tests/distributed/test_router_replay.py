@@ -60,6 +60,22 @@ def test_weights_that_are_not_renormalised_come_from_all_experts(tmp_path: Path)
     assert difference(step, transformers_step(tmp_path / "model", samples(recorded=True))) < 5e-5
 
 
+def test_gpt_oss_trains_its_biases_and_sinks(tmp_path: Path) -> None:
+    """Against transformers in float64, through recorded experts; and the same under sequence, context and expert parallelism with recompute.
+
+    Each kind of gradient is summed over other ranks: sinks over those with other tokens, biases of row-parallel layers and of the router over those with
+    other rows, biases of experts over those that hold the same experts.
+    """
+    make_model(tmp_path / "model", "gpt_oss_moe")
+    expected = transformers_step(tmp_path / "model", samples(recorded=True))
+    for world_size, parallel, megatron in ((1, {}, {}), CASES["tp2_sp_cp2_ep2"], CASES["tp2_sp"]):
+        step = run_ranks(megatron_step, world_size, values(tmp_path / "model", tmp_path, parallel, megatron), samples(recorded=True), PACKS, timeout_s=240)[0]
+        assert difference(step, expected) < 5e-5, parallel
+        assert step.metrics["moe/router_disagreement"] == pytest.approx(expected.metrics["moe/router_disagreement"])
+    for name in ("self_attn.sinks", "self_attn.o_proj.bias", "mlp.router.bias", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"):
+        assert all(float(step.gradient[f"model.layers.{layer}.{name}"].abs().max()) > 1e-5 for layer in range(4)), name
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_and_recompute_gives_the_gradient_of_one_process(one_process: tuple[Path, Step], case: str) -> None:
     work, expected = one_process

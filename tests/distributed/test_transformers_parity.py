@@ -16,11 +16,13 @@ CASES = {
     "mistral": ["pp2"],
     "qwen2": ["tp2_sp"],
     "qwen3": ["cp2", "pp2_vpp2"],
+    "qwen3_window": ["cp2", "pp2_uneven", "pp2_vpp2"],
     "qwen3_tied": ["tp2", "pp2"],
     "qwen3_moe": ["cp2", "ep2", "pp2_uneven", "tp2_sp_etp2"],
     "qwen3_moe_unnormalised": ["ep2"],
     "mixtral_moe": ["tp2_sp_ep2"],
     "glm4_moe": ["tp2_sp", "pp2_vpp2", "cp2"],
+    "gpt_oss_moe": ["tp2_sp_ep2", "pp2_uneven", "cp2", "ep2"],
     "deepseek_v2_moe": ["tp2_sp_ep2", "pp2"],
     "deepseek_v3_moe": ["tp2_sp", "pp2_uneven", "cp2", "ep2"],
 }

@@ -20,6 +20,8 @@ from tests.models import CONFIGS
         ("qwen2", {"embedding": 1, "norm": 9, "attention": 12, "mlp": 8, "output": 1}),
         ("qwen3_tied", {"embedding_and_output": 1, "norm": 17, "attention": 8, "mlp": 8}),
         ("qwen3_moe", {"embedding": 1, "norm": 17, "attention": 8, "router": 4, "experts": 32, "output": 1}),
+        # Sinks and the bias of linear_proj besides those of Qwen2; a router with a bias; four experts of two weights and two biases.
+        ("gpt_oss_moe", {"embedding": 1, "norm": 9, "attention": 20, "router": 8, "experts": 64, "output": 1}),
         # One layer is dense, three have a router with its bias, 8 experts and the shared one; five projections and two more norms of attention.
         ("deepseek_v3_moe", {"embedding": 1, "norm": 17, "attention": 20, "mlp": 2, "router": 6, "experts": 54, "output": 1}),
     ],

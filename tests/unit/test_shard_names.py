@@ -25,6 +25,8 @@ CHUNK: Any = SimpleNamespace(decoder=SimpleNamespace(layers=[SimpleNamespace(lay
         # the second of four ranks has experts 32 to 63; weight7 is the eighth of a grouped GEMM
         ("decoder.layers.1.mlp.experts.linear_fc1.weight7", "decoder.layers.13.mlp.experts.local_experts.39.linear_fc1.weight"),
         ("decoder.layers.1.mlp.experts.linear_fc2.weight31", "decoder.layers.13.mlp.experts.local_experts.63.linear_fc2.weight"),
+        ("decoder.layers.1.mlp.experts.linear_fc1.bias7", "decoder.layers.13.mlp.experts.local_experts.39.linear_fc1.bias"),
+        ("decoder.layers.1.self_attention.core_attention.softmax_offset", "decoder.layers.13.self_attention.core_attention.softmax_offset"),
         ("decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight", "decoder.layers.12.mlp.experts.local_experts.32.linear_fc1.weight"),
         ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "decoder.layers.12.mlp.shared_experts.linear_fc1.weight"),
         ("decoder.layers.0.mlp.router.weight", "decoder.layers.12.mlp.router.weight"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -16,7 +17,8 @@ from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import load_model
 from otb_megatron.weights.export import Export
 from otb_megatron.weights.files import Checkpoint
-from otb_megatron.weights.layout import GatedPair, GroupedQKV, PaddedVocabulary, Whole
+from otb_megatron.weights.layout import GatedPair, GroupedQKV, InterleavedPair, PaddedVocabulary, Transposed, Whole
+from otb_megatron.weights.rules import Rule, Stack
 from tests.models import CONFIGS, make_model
 
 
@@ -54,6 +56,13 @@ def test_an_uneven_cut_is_refused() -> None:
         Whole(dim=0).span(6, 4, 1)
 
 
+def test_interleaved_pair_by_hand() -> None:
+    """Two inputs, two channels: columns gate 0, up 0, gate 1, up 1 become rows gate 0, gate 1, up 0, up 1; of a bias as well."""
+    layout = InterleavedPair()
+    assert layout.to_megatron([torch.tensor([[0.0, 10, 1, 11], [2, 12, 3, 13]])]).tolist() == [[0, 2], [1, 3], [10, 12], [11, 13]]
+    assert layout.to_megatron([torch.tensor([0.0, 10, 1, 11])]).tolist() == [0, 1, 10, 11]
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
     ("layout", "shapes"),
@@ -61,6 +70,9 @@ def test_an_uneven_cut_is_refused() -> None:
         (Whole(), [(6,)]),
         (Whole(dim=1), [(5, 8)]),
         (GatedPair(), [(12, 5), (12, 5)]),
+        (Transposed(), [(6, 5)]),
+        (InterleavedPair(), [(5, 12)]),
+        (InterleavedPair(), [(12,)]),
         (GroupedQKV(num_groups=4, head_dim=3), [(24, 5), (12, 5), (12, 5)]),
         (GroupedQKV(num_groups=4, head_dim=3), [(24,), (12,), (12,)]),
         (PaddedVocabulary(vocab_size=97, padded_vocab_size=104), [(97, 5)]),
@@ -75,13 +87,21 @@ def test_round_trip_is_bit_exact(layout: Whole, shapes: list[tuple[int, ...]], s
         assert torch.equal(part, back)
 
 
+def _names(rules: tuple[Rule, ...]) -> list[str]:
+    """The tensors that the rules read, each place of a stack counted once."""
+    for _, group in itertools.groupby(rules, key=lambda rule: rule.hf):
+        places = [rule.stack for rule in group]
+        assert places == [None] or places == [Stack(index, len(places)) for index in range(len(places))]
+    return [name for rule in rules if rule.stack is None or rule.stack.index == 0 for name in rule.hf]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in ("deepseek_v2_moe", "glm4_moe")])  # transformers has none of these two
 def test_every_tensor_of_a_token_classifier_has_one_rule(tmp_path: Path, kind: str) -> None:
     """A critic as transformers saves it: the decoder under the same names, `score` instead of an output layer."""
     config = copy.deepcopy(CONFIGS[kind])
     config.num_labels = 1
     AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
-    names = [name for rule in load_model(tmp_path).critic_rules(104) for name in rule.hf]
+    names = _names(load_model(tmp_path).critic_rules(104))
     assert len(names) == len(set(names))
     assert set(names) == Checkpoint(tmp_path).names
 
@@ -89,7 +109,7 @@ def test_every_tensor_of_a_token_classifier_has_one_rule(tmp_path: Path, kind: s
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_tensor_of_a_checkpoint_has_one_rule(tmp_path: Path, kind: str) -> None:
     make_model(tmp_path, kind)
-    names = [name for rule in load_model(tmp_path).rules(104) for name in rule.hf]
+    names = _names(load_model(tmp_path).rules(104))
     assert len(names) == len(set(names))
     assert set(names) == Checkpoint(tmp_path).names
 
@@ -103,8 +123,14 @@ def test_every_tensor_of_a_checkpoint_has_one_rule(tmp_path: Path, kind: str) ->
         ({"hidden_size": "64"}, "transformers refuses it"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
+        ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention, but sliding_window or use_sliding_window turns the window off"),
+        ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ({"use_sliding_window": True, "sliding_window": 0, "layer_types": ["sliding_attention"] * 4}, "sliding_window=0 hides a token from itself"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            "max_window_layers=4 with sliding_attention in layer_types: vLLM then leaves the window out",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "only weights that are not quantized are read; write them in bfloat16 first"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"surprising_new_field": 3}, "surprising_new_field=3"),
     ],
@@ -137,6 +163,19 @@ PUBLISHED: dict[str, tuple[dict, dict]] = {
         | dict(num_experts_per_tok=2, num_hidden_layers=32, num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-5)
         | dict(rope_theta=1e6, router_aux_loss_coef=0.02, sliding_window=None, vocab_size=32000),
         dict(num_moe_experts=8, moe_ffn_hidden_size=14336, moe_router_pre_softmax=False),
+    ),
+    "Mistral-7B-v0.1": (
+        dict(model_type="mistral", hidden_size=4096, intermediate_size=14336, max_position_embeddings=32768, num_attention_heads=32, num_hidden_layers=32)
+        | dict(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=4096, vocab_size=32000),
+        dict(window_size=(4095, 0), window_attn_skip_freq=[1] * 32),  # 4096 tokens, the last of which is the one that looks
+    ),
+    "gpt-oss-20b, dequantized": (
+        dict(model_type="gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=64, hidden_size=2880, intermediate_size=2880)
+        | dict(initial_context_length=4096, layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072)
+        | dict(num_attention_heads=64, num_experts_per_tok=4, num_hidden_layers=24, num_key_value_heads=8, num_local_experts=32, rms_norm_eps=1e-5)
+        | dict(output_router_logits=False, rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0, vocab_size=201088)
+        | dict(rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096, rope_type="yarn", truncate=False)),
+        dict(window_size=(127, 0), window_attn_skip_freq=[1, 0] * 12, moe_router_topk=4, moe_router_pre_softmax=False, softmax_type="learnable"),
     ),
     "DeepSeek-V3": (
         dict(model_type="deepseek_v3", attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, ep_size=1, first_k_dense_replace=3)
@@ -174,6 +213,13 @@ def test_a_published_configuration_is_understood(tmp_path: Path, name: str) -> N
     (tmp_path / "config.json").write_text(json.dumps(_COMMON | published))
     settings = load_model(tmp_path).settings
     assert {field: settings[field] for field in expected} == expected
+
+
+def test_the_published_weights_of_gpt_oss_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    published = _COMMON | PUBLISHED["gpt-oss-20b, dequantized"][0] | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    with pytest.raises(UserError, match=r"quantization_config=Mxfp4Config\(dequantize=True\)\), then save_pretrained\(..., save_original"):
+        load_model(tmp_path)
 
 
 def test_rope_by_hand(tmp_path: Path) -> None:
