@@ -230,6 +230,9 @@ def check_divisible(config: Config, hf: HuggingFaceModel) -> None:
     faults = [f"{what} {size} of {hf.path} is not divisible by {divisor_name} {divisor}" for what, size, divisor_name, divisor in checks if size % divisor]
     if config.parallel.expert_model_parallel_size > 1 and "num_moe_experts" not in settings:
         faults.append(f"parallel.expert_model_parallel_size {config.parallel.expert_model_parallel_size}, but {hf.path} is a dense model")
+    if settings.get("add_bias_linear") and config.parallel.expert_tensor_parallel_size > 1:
+        size = config.parallel.expert_tensor_parallel_size
+        faults.append(f"parallel.expert_tensor_parallel_size {size}, but Megatron-Core does not cut experts with biases, which {hf.path} has")
     if faults:
         raise UserError("\n".join(faults) + "; choose sizes that divide the model")
 

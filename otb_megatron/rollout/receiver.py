@@ -6,11 +6,13 @@ vLLM imports this module in every worker before the model is loaded, because `Wo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -18,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from otb_megatron.rollout.routing import RoutingRecorder
 from otb_megatron.rollout.transfer import BACKEND, TensorMetadata, TransferGroup, buckets
@@ -82,7 +85,7 @@ class WeightReceiver(WeightTransferEngine[Connection, Delivery]):
             self._group.broadcast(flat).wait()
             parts = flat.split([tensor.num_elements for tensor in bucket])
             try:
-                self.model.load_weights([(tensor.name, part.view(tensor.shape)) for tensor, part in zip(bucket, parts, strict=True)])
+                _load(self.model, [(tensor.name, part.view(tensor.shape)) for tensor, part in zip(bucket, parts, strict=True)])
             except Exception as error:
                 fault = fault or error
         self._group.await_word()
@@ -98,6 +101,31 @@ class WeightReceiver(WeightTransferEngine[Connection, Delivery]):
 
     def shutdown(self) -> None:
         """Nothing to do: the sender closes the group."""
+
+
+def _load(model: nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Gives the tensors to the model's own loading."""
+    if type(model).__name__ == "GptOssForCausalLM":  # not imported, which would load vLLM's experts for every model
+        tensors = list(_past_direct_copies(model, tensors))
+    model.load_weights(tensors)
+
+
+def _past_direct_copies(model: nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is left for vLLM's `load_weights` of gpt-oss, in the form that it takes during a reload.
+
+    It copies sinks and the stacked tensors of all experts into the parameters itself (0.32), which are then on the meta device, so that the copy is
+    lost; what goes through a parameter's `weight_loader` is kept. That it does with experts under a number each, and never with sinks.
+    """
+    for name, tensor in tensors:
+        if name.endswith(".self_attn.sinks"):
+            parameter = model.get_parameter(name.replace(".self_attn.", ".attn."))
+            own = tensor.tensor_split(tensor.numel() // parameter.numel())[get_tensor_model_parallel_rank()]
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, own)
+        elif ".mlp.experts." in name:
+            layer, kind = name.split(".mlp.experts.")
+            yield from ((f"{layer}.mlp.experts.{expert}.{kind}", weight) for expert, weight in enumerate(tensor))
+        else:
+            yield name, tensor
 
 
 def _tied_heads(model: nn.Module) -> list[ParallelLMHead]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ def test_a_setting_that_would_compute_something_else_is_refused(work: Path, mode
     with pytest.raises(UserError) as error:
         _build(work, model, megatron)
     assert all(part in str(error.value) for part in parts), error.value
+
+
+def test_gpt_oss_in_terms_of_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second layer has a window of 5 tokens; with Transformer Engine context parallelism must be of the kind that knows windows and sinks."""
+    make_model(tmp_path / "model", "gpt_oss_moe")
+    model = load_model(tmp_path / "model")
+    built = _build(tmp_path, model, {})
+    assert (built.window_size, built.window_attn_skip_freq, built.softmax_type) == ((4, 0), [1, 0, 1, 0], "learnable")
+    assert (built.activation_func_clamp_value, built.glu_linear_offset, built.add_bias_linear, built.cp_comm_type) == (7.0, 1.0, True, None)
+    assert built.activation_func(torch.tensor(2.0)) == pytest.approx(2 / (1 + math.exp(-3.404)))  # 2 * 1.702
+    monkeypatch.setattr("otb_megatron.mcore.model.uses_transformer_engine", lambda: True)
+    assert _build(tmp_path, model, {}).cp_comm_type == "a2a"
+    with pytest.raises(UserError, match="expert_tensor_parallel_size 2, but Megatron-Core does not cut experts with biases"):
+        _build(tmp_path, model, {}, expert_tensor_parallel_size=2)
 
 
 def test_a_fused_choice_that_ranks_groups_otherwise_is_refused(tmp_path: Path) -> None:
