@@ -130,11 +130,11 @@ def gpt_oss(config: PreTrainedConfig) -> dict[str, Any]:
     if config.sliding_window is None or config.layer_types != alternating[: config.num_hidden_layers]:
         given = f"layer_types={config.layer_types} with sliding_window={config.sliding_window}"
         raise UserError(f"config.json: {given} has no mapping: vLLM has a window in the first layer and every second one after it, whatever layer_types says")
-    rope = config.rope_parameters
-    if rope["rope_type"] != "yarn" or {"beta_fast", "beta_slow"} - set(rope) or any(rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")):
+    rope = {key: value for key, value in config.rope_parameters.items() if value is not None}
+    if rope["rope_type"] != "yarn" or not {"beta_fast", "beta_slow"} <= rope.keys() or {"attention_factor", "mscale", "mscale_all_dim"} & rope.keys():
         raise UserError(f"config.json: rope_parameters {rope} has no mapping: vLLM takes yarn with beta_fast, beta_slow and its usual attention factor")
     # Older names of two fields, which nobody reads.
-    _only(config, experts_per_token=config.num_experts_per_tok, initial_context_length=rope["original_max_position_embeddings"])
+    _only(config, experts_per_token=config.num_experts_per_tok, initial_context_length=rope.get("original_max_position_embeddings"))
     own = dict(
         add_bias_linear=True,
         softmax_type="learnable",
