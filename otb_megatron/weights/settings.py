@@ -142,8 +142,8 @@ def gpt_oss(config: PreTrainedConfig) -> dict[str, Any]:
         glu_linear_offset=1.0,
         activation_func_clamp_value=config.swiglu_limit,
     )
-    decoder = dense(config, bias=True, windows=windows_by_layer)
-    return decoder | _experts(config, config.intermediate_size) | _softmax_routing(normalised=True) | own
+    attention = dense(config, bias=True, windows=windows_by_layer)
+    return attention | _experts(config, config.intermediate_size) | _softmax_routing(normalised=True) | own
 
 
 def decoder(config: PreTrainedConfig, *, norm: bool, bias: bool, routing: Routing | None) -> dict[str, Any]:
