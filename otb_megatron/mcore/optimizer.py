@@ -52,6 +52,17 @@ class Optimizer:
             self.megatron.step()
         return grad_norm
 
+    def close(self) -> None:
+        """Lets go of the model; nothing can be done with the optimizer afterwards.
+
+        Megatron's hooks on the gradients lead from autograd's own objects, where Python's collector sees no cycle, back to the model, and the
+        optimizer's views of the weights lead to those objects. Without this, model, groups and their threads outlive their last user.
+        """
+        for chunk in self.chunks:
+            chunk.grad_accs.clear()
+        for part in _parts(self.megatron):
+            vars(part).clear()
+
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Megatron's optimizers of dense and of expert parameters, without those that have none."""

@@ -64,7 +64,7 @@ class Network:
 
 
 class Learner:
-    """The policy and, where the estimator needs values, a critic. Every method is collective over the world."""
+    """The policy and, where the estimator needs values, a critic. Every method but `close` is collective over the world."""
 
     def __init__(self, config: Config, task: Task, hf: HuggingFaceModel, parallel: Parallel, driver: Driver) -> None:
         self._config, self._driver = config, driver
@@ -148,6 +148,11 @@ class Learner:
     def restore(self, directory: Path) -> None:
         """Continues from a checkpoint."""
         restore(directory, {name: (network.model, network.optimizer) for name, network in self.networks.items()}, self._driver)
+
+    def close(self) -> None:
+        """Lets the networks go, so that another run in the same process has their memory."""
+        for network in self.networks.values():
+            network.optimizer.close()
 
     def export(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face model directory."""

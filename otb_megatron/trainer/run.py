@@ -55,6 +55,7 @@ class Run:
             state: dict[str, Any] = checkpoint.read_state(resume_from) if resume_from else {}
             self.first_step = state.get("step", 0) + 1
             self.learner = Learner(config, task, hf, self.parallel, self.driver)
+            self._open.callback(self.learner.close)
             if resume_from is not None:
                 self.learner.restore(resume_from)
             self.driver.run("starting the rollout engines", lambda: self._start_driver(state, prompts))  # type: ignore[arg-type]
