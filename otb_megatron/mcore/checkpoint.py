@@ -11,6 +11,8 @@ dropout), so no generator state is saved. The engines' random state starts anew 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -25,6 +27,9 @@ import torch
 import torch.distributed.checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
+from torch import Tensor
 
 from otb_megatron.mcore.checksums import CHECKSUMS_FILE, Checksum, checksums
 from otb_megatron.mcore.model import Model
@@ -140,8 +145,8 @@ class Writing:
         self._root, self._requests = root, requests
         self._files: dict[str, Checksum] | BaseException = {}
         self._thread: threading.Thread | None = None
-        # In the background, tensors that training cannot change any more, wherever they were.
-        buckets = [[] if request.async_fn is None else _on_host(request.async_fn_args[1], copy=in_background) for request in requests]
+        take = _copied if in_background else _on_host
+        buckets = [[] if request.async_fn is None else take(request.async_fn_args[1]) for request in requests]
         if in_background:
             self._thread = threading.Thread(target=self._write_files, args=(buckets,), name="checkpoint", daemon=True)
             self._thread.start()
@@ -207,7 +212,7 @@ def write(root: Path, step: int, networks: dict[str, tuple[Model, Optimizer]], *
     try:
         for name, (model, optimizer) in networks.items():
             metadata = _metadata(model)
-            state = _sharded_state(model, optimizer, metadata, is_loading=False)
+            state = _writable(_sharded_state(model, optimizer, metadata, is_loading=False))
             saved = _saved_metadata(metadata)
             requests.append(dist_checkpointing.save(state, str(partial / name), content_metadata=saved, async_sharded_save=True, async_strategy="mcore"))
     except _FAILURES as error:
@@ -279,9 +284,32 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(hidden)
 
 
-def _on_host(buckets: list[Any], *, copy: bool = False) -> list[Any]:
-    """Megatron's write buckets with their tensors in host memory."""
-    return [(path, key, (data, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors])) for path, key, (data, tensors) in buckets]
+def _on_host(buckets: list[Any]) -> list[Any]:
+    """Megatron's write buckets with tensors that come to host memory as the writer takes them, so that no more than one is there."""
+    return [(path, key, (data, ((item, tensor.to("cpu")) for item, tensor in tensors))) for path, key, (data, tensors) in buckets]
+
+
+def _copied(buckets: list[Any]) -> list[Any]:
+    """The same with copies of the tensors in host memory, which training cannot change any more."""
+    return [(path, key, (data, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors])) for path, key, (data, tensors) in buckets]
+
+
+def _writable(state: dict[str, Any]) -> dict[str, Any]:
+    """A network's state with tensors that Megatron's writer takes as they are.
+
+    It copies those that are views, as all are that lie in Megatron's buffers: torch.save would write the whole storage.
+    """
+    apply_factories(state)  # they make views
+    dict_list_map_inplace(_in_own_storage, state)
+    return state
+
+
+def _in_own_storage(value: Any) -> Any:
+    """A sharded tensor in host memory gets a storage of its size at the same place; anything else stays as it is."""
+    if isinstance(value, ShardedTensor) and value.data.device.type == "cpu" and value.data.is_contiguous():
+        octets = value.data.detach().reshape(-1).view(torch.uint8)
+        value.data = torch.from_numpy(octets.numpy()).view(value.dtype).view(value.local_shape)
+    return value
 
 
 def _partial(root: Path, step: int) -> Path:
@@ -305,7 +333,9 @@ def load(directory: Path, model: Model, optimizer: Optimizer | None) -> None:
     """
     metadata = _metadata(model)
     try:
-        state = dist_checkpointing.load(_sharded_state(model, optimizer, metadata, is_loading=True), str(directory))
+        state = _sharded_state(model, optimizer, metadata, is_loading=True)
+        dict_list_map_inplace(_merged_in_place, state)
+        state = dist_checkpointing.load(state, str(directory))
     except (OSError, EOFError, CheckpointingException, torch.distributed.checkpoint.CheckpointException, RuntimeError, KeyError) as error:
         raise UserError(
             f"cannot load the checkpoint {directory}: {type(error).__name__}: {_cause(error)}; if it can be read, it does not fit the model {model.hf.path}, "
@@ -317,6 +347,15 @@ def load(directory: Path, model: Model, optimizer: Optimizer | None) -> None:
         _complete_state(state["optimizer"], optimizer)
         optimizer.megatron.load_state_dict(state["optimizer"])
         optimizer.schedule.load_state_dict(state["schedule"])
+
+
+def _merged_in_place(value: Any) -> Any:
+    """Parts that a factory makes of a tensor are views, into which the checkpoint is read: the tensor is then whole, and needs no new one of its parts."""
+    return dataclasses.replace(value, merge_fn=functools.partial(_same, value.data)) if isinstance(value, ShardedTensorFactory) else value
+
+
+def _same(tensor: Tensor, parts: Any) -> Tensor:
+    return tensor
 
 
 def _complete_state(saved: Any, optimizer: Optimizer) -> None:

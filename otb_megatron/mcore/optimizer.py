@@ -8,10 +8,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from otb_megatron.config import OptimizerConfig
 from otb_megatron.mcore.model import Model
+from otb_megatron.mcore.optimizer_state import keep_in_place
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,9 @@ def build_optimizer(model: Model, settings: OptimizerConfig, num_steps: int) -> 
         override_opt_param_scheduler=True,
     )
     _create_moments(optimizer)
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            keep_in_place(part)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
     return Optimizer(chunks, optimizer, schedule)
