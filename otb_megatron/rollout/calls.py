@@ -47,8 +47,8 @@ def wait_for_all(calls: Mapping[str, ObjectRef], deadline: Deadline, doing: str)
         doing: what the engines do, for the error: "generating".
 
     Raises:
-        UserError: an engine raised one, or the deadline passed.
-        RuntimeError: an engine raised something else or died. The first failure is raised at once.
+        UserError: an engine raised one or died, or the deadline passed.
+        RuntimeError: an engine raised something else. The first failure is raised at once.
     """
     pending = dict(calls)
     while pending:
@@ -72,5 +72,6 @@ def raise_failures(calls: Mapping[str, ObjectRef], doing: str) -> set[str]:
                 raise UserError(f"{name}: {error.cause}") from error
             raise RuntimeError(f"{name} failed while {doing}: {type(error.cause).__name__}: {error.cause} ({LOGS})") from error
         except RayActorError as error:
-            raise RuntimeError(f"{name} died while {doing}: {error} ({LOGS})") from error
+            cause = " ".join(str(error).split())
+            raise UserError(f"{name} died while {doing}: {cause} ({LOGS}). The same command continues from the latest checkpoint") from error
     return finished

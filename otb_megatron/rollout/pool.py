@@ -111,7 +111,7 @@ class RolloutPool:
             For each prompt, in order, its `n` responses. The token that ends a response is part of it.
 
         Raises:
-            UserError: a prompt is too long, or the deadline passed; the message names the engines and prompts.
+            UserError: a prompt is too long, an engine died, or the deadline passed; the message names the engines and prompts.
             RuntimeError: no whole set of weights is loaded, an engine failed, or its answer lacks something.
         """
         if self.policy_version == NO_WEIGHTS:
@@ -172,7 +172,7 @@ class RolloutPool:
 
         Raises:
             ValueError: `tensors` and `metadata` differ.
-            UserError: the deadline passed.
+            UserError: an engine died, or the deadline passed.
             RuntimeError: an engine failed, for example because parameters of the model are missing in `metadata`. After any
                 failure the engines hold no whole set of weights until a later call succeeds.
         """

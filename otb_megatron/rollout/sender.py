@@ -15,6 +15,9 @@ from torch.distributed import Work
 from otb_megatron.rollout.calls import Deadline, raise_failures, wait_for_all
 from otb_megatron.rollout.transfer import TensorMetadata, TransferGroup, buckets, open_store
 
+# Ray learns of a process's end a little later than its sockets do: by tenths of a second, or by seconds where every core is busy.
+_NEWS_S = 15.0
+
 
 class WeightSender:
     """Streams whole updates to every worker of every engine at once.
@@ -113,7 +116,7 @@ def _blaming(calls: Mapping[str, Any], deadline: Deadline, doing: str) -> Iterat
     try:
         yield
     except Exception:
-        ray.wait(list(calls.values()), timeout=2.0)  # Ray learns of a process's end a little later than its sockets do
+        ray.wait(list(calls.values()), timeout=min(_NEWS_S, deadline.remaining_s))
         raise_failures(calls, doing)
         if deadline.remaining_s == 0:
             wait_for_all(calls, deadline, doing)

@@ -261,7 +261,7 @@ def test_a_dead_engine_is_named(pool: RolloutPool):
 
     send_again = weights(Path(pool._tokenizer.name_or_path))
     ray.kill(pool._engines["engine 0"])
-    with pytest.raises(RuntimeError, match=r"engine 0 \(3 prompts, ids 10, 12, 14\) died while generating"):
+    with pytest.raises(UserError, match=r"engine 0 \(3 prompts, ids 10, 12, 14\) died while generating"):
         pool.generate(PROMPTS, n=1, temperature=1.0, max_response_tokens=4, seed=None)
-    with pytest.raises(RuntimeError, match="engine 0 died while taking new weights"):
+    with pytest.raises(UserError, match="engine 0 died while taking new weights"):
         pool.send_weights(describe(send_again), iter(send_again.items()), 5)

@@ -6,7 +6,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from ray.exceptions import RayActorError
 
+from otb_megatron.rollout import calls
 from otb_megatron.rollout.cluster import enter, free_gpus
 from otb_megatron.rollout.engine import Completion
 from otb_megatron.rollout.pool import _prompt_seed, check_records, checked_response
@@ -77,3 +79,16 @@ def test_engines_get_the_gpus_after_those_of_the_trainer(monkeypatch: pytest.Mon
 def test_a_wrong_address_is_refused_at_once(address: str, message: str):
     with pytest.raises(UserError, match=message):
         enter(address, gpus=0, cpus=1)
+
+
+def test_a_dead_engine_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray says of a lost actor is a table of lines; the user reads the engine's name, what it was doing, and how to go on."""
+
+    def lost(call: object) -> None:
+        raise RayActorError(error_msg="The actor died unexpectedly.\n\tclass_name: Engine\n\tpid: 12\nThe worker was ended by SIGKILL.")
+
+    monkeypatch.setattr(calls.ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    monkeypatch.setattr(calls.ray, "get", lost)
+    told = r"^engine 1 died while generating: The actor died unexpectedly. class_name: Engine pid: 12 The worker .* SIGKILL. \(.*\). The same command continues"
+    with pytest.raises(UserError, match=told):
+        calls.wait_for_all({"engine 1": object()}, calls.Deadline(1.0, "rollout.generate_timeout_s"), "generating")
