@@ -13,6 +13,8 @@ import mmap
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -119,7 +121,11 @@ class RecordedEngines:
 
 
 def make_run(work: Path, num_steps: int) -> dict[str, Any]:
-    """Writes a model and prompts to `work`. Returns the settings of a run that saves, evaluates and crosses epochs often."""
+    """Writes a model and prompts to `work`. Returns the settings of a run that saves, evaluates and crosses epochs often.
+
+    Kernels are compiled before: numba's code may round otherwise in the process that compiles it than in those that find it in the cache.
+    """
+    subprocess.run([sys.executable, "-m", "tools.compile_kernels"], check=True, timeout=600)
     make_model(work / "model", "qwen3_tied")
     rows = [{"data_source": "t", "prompt": [{"role": "user", "content": f"{i}+{i}"}], "reward_model": {"ground_truth": "x"}} for i in range(NUM_PROMPTS)]
     (work / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
