@@ -103,7 +103,7 @@ def _cross(rank: int, world_size: int, values: dict[str, Any]) -> list[float]:
     with Run(config, "train", validate(config, "train", world_size)) as run:
         train(run)
         parts = _distributed(run)
-        assert len(parts) == 2  # of dense parameters and of experts
+        assert len(parts) == 1 + bool(run.learner.model.config.num_moe_experts)  # of dense parameters and of experts
         before = [tensor.detach().clone() for tensor in _tensors(run)]
         ways = [(_megatrons_own_way(parts), contextlib.nullcontext()), (contextlib.nullcontext(), _megatrons_own_way(parts))]
         for step, (saving, loading) in enumerate(ways, start=9):
@@ -118,9 +118,17 @@ def _cross(rank: int, world_size: int, values: dict[str, Any]) -> list[float]:
     return differences
 
 
-def test_files_are_those_of_megatrons_own_way(tmp_path: Path) -> None:
-    """A mixture of experts on two ranks, saved by gathering as Megatron does and loaded in place, and the other way round: bit for bit."""
-    make_model(tmp_path / "model", "qwen3_moe")
+@pytest.mark.parametrize(
+    ("kind", "world_size", "parallel"),
+    [
+        ("qwen3_moe", 2, dict()),
+        ("qwen3_moe", 4, dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)),
+        ("qwen3_tied", 4, dict(pipeline_model_parallel_size=2)),
+    ],
+)
+def test_files_are_those_of_megatrons_own_way(tmp_path: Path, kind: str, world_size: int, parallel: dict[str, Any]) -> None:
+    """At two data-parallel ranks, saved by gathering as Megatron does and loaded in place, and the other way round: bit for bit."""
+    make_model(tmp_path / "model", kind)
     record_samples(tmp_path / "rollouts", vocab_size=VOCAB_SIZE, num_steps=1)
-    values = settings(tmp_path / "model", tmp_path, trainer={"num_steps": 1, "resume": "never"}, checkpoint={"interval": 0})
-    assert run_ranks(_cross, 2, values, timeout_s=250) == [[0.0, 0.0]] * 2
+    values = settings(tmp_path / "model", tmp_path, parallel=parallel, trainer={"num_steps": 1, "resume": "never"}, checkpoint={"interval": 0})
+    assert run_ranks(_cross, world_size, values, timeout_s=250) == [[0.0, 0.0]] * world_size
