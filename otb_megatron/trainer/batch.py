@@ -9,6 +9,7 @@ from torch import Tensor
 
 from otb_megatron.config import Config
 from otb_megatron.data.packing import build_microbatch, padded_length, schedule
+from otb_megatron.mcore.few_rows import fewest_tokens
 from otb_megatron.mcore.head import as_statistics
 from otb_megatron.mcore.parallel import Parallel
 from otb_megatron.mcore.step import LocalOutput
@@ -97,6 +98,7 @@ def _parts(trajectories: Trajectories, config: Config, parallel: Parallel) -> li
     groups = trajectories.group.unique()
     sequence_multiple = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
     total_multiple = config.parallel.tensor_model_parallel_size * sequence_multiple
+    fewest = fewest_tokens(parallel, config.parallel.tensor_model_parallel_size)
     lengths = trajectories.token_offsets.diff().tolist()
     equally_long = config.megatron.get("moe_token_dispatcher_type") == "allgather"  # it takes as many tokens from every rank
     parts = []
@@ -119,7 +121,7 @@ def _parts(trajectories: Trajectories, config: Config, parallel: Parallel) -> li
                     sequence_multiple=sequence_multiple,
                     total_multiple=total_multiple,
                     pad_token_id=PAD_TOKEN_ID,
-                    min_tokens=tokens if equally_long else 0,
+                    min_tokens=max(fewest, tokens if equally_long else 0),
                 )
                 for indices, tokens in zip(replica, longest, strict=True)
             ]
