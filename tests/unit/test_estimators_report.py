@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from otb_megatron.types import UserError
-from tools.experiments.estimators import Cell, finished, grid
+from tools.experiments.estimators import RESULTS_FILE, Cell, finished, grid
 from tools.experiments.estimators_report import collapsed, mean_accuracy, sign_flip_p, tokens_to_target, write_report
+
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def row(seed: int, estimator: str, n: int, accuracy: list[float]) -> dict:
@@ -52,9 +55,18 @@ def test_the_page_keeps_its_text_and_gets_the_tables(tmp_path: Path) -> None:
     assert "| 4 | otb | 0.900 ± 0.000 | 0.700 ± 0.000 | 1,000 (2/2) |" in text
     assert "| otb N=4 less each at N=32 | +0.0000 (p=1.00) | +0.0500 (p=0.50) |" in text
     assert (tmp_path / "page_n4.png").read_bytes().startswith(b"\x89PNG")
+    write_report([*rows, row(2, "otb", 4, [0.5, 0.5, 0.5])], page)
+    assert page.read_text() == text  # seed 2 has not ended
     page.write_text("no marks")
     with pytest.raises(UserError, match="must hold the lines"):
         write_report(rows, page)
+
+
+def test_the_committed_page_follows_from_the_committed_results(tmp_path: Path) -> None:
+    page = tmp_path / "experiments.md"
+    page.write_text((DOCS / "experiments.md").read_text())
+    write_report(list(finished(DOCS / "experiments" / RESULTS_FILE).values()), page)
+    assert page.read_text() == (DOCS / "experiments.md").read_text()
 
 
 def test_a_line_that_was_being_written_is_left_out(tmp_path: Path) -> None:

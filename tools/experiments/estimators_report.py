@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def write_report(rows: list[Row], page: Path) -> None:
-    """Replaces the results in `page`, between its two marks, and draws the pictures beside it."""
+    """Replaces the results in `page`, between its two marks, and draws the pictures beside it. A seed whose runs have not all ended waits."""
     if not rows:
         raise UserError("there are no results yet; run the experiment without --report first")
     text = page.read_text() if page.exists() else ""
@@ -59,7 +60,13 @@ def write_report(rows: list[Row], page: Path) -> None:
         raise UserError(f"{page} must hold the lines {BEGIN} and {END} once; the results go between them")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    page.write_text(before + "\n".join([BEGIN, *_results(rows, page), END]) + after)
+    page.write_text(before + "\n".join([BEGIN, *_results(_of_whole_seeds(rows), page), END]) + after)
+
+
+def _of_whole_seeds(rows: list[Row]) -> list[Row]:
+    """The rows of the seeds that have as many as any; a mean over some of the seeds here and over others there would compare the seeds."""
+    counts = Counter(row["cell"]["seed"] for row in rows)
+    return [row for row in rows if counts[row["cell"]["seed"]] == max(counts.values())]
 
 
 def _results(rows: list[Row], page: Path) -> list[str]:
