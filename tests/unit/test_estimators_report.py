@@ -10,7 +10,6 @@ from otb_megatron.types import UserError
 from tools.experiments.estimators import RESULTS_FILE, Cell, finished, grid
 from tools.experiments.estimators_report import collapsed, mean_accuracy, sign_flip_p, tokens_to_target, write_report
 
-
 DOCS = Path(__file__).parents[2] / "docs"
 
 
