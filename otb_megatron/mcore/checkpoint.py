@@ -19,7 +19,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,7 @@ class Writing:
         self._root, self._requests = root, requests
         self._files: dict[str, Checksum] | BaseException = {}
         self._thread: threading.Thread | None = None
-        take = _copied if in_background else _on_host
-        buckets = [[] if request.async_fn is None else take(request.async_fn_args[1]) for request in requests]
+        buckets = [[] if request.async_fn is None else _on_host(request.async_fn_args[1], copy=in_background) for request in requests]
         if in_background:
             self._thread = threading.Thread(target=self._write_files, args=(buckets,), name="checkpoint", daemon=True)
             self._thread.start()
@@ -284,14 +283,12 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(hidden)
 
 
-def _on_host(buckets: list[Any]) -> list[Any]:
-    """Megatron's write buckets with tensors that come to host memory as the writer takes them, so that no more than one is there."""
-    return [(path, key, (data, ((item, tensor.to("cpu")) for item, tensor in tensors))) for path, key, (data, tensors) in buckets]
-
-
-def _copied(buckets: list[Any]) -> list[Any]:
-    """The same with copies of the tensors in host memory, which training cannot change any more."""
-    return [(path, key, (data, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors])) for path, key, (data, tensors) in buckets]
+def _on_host(buckets: list[Any], *, copy: bool) -> list[Any]:
+    """Megatron's write buckets with their tensors in host memory: copies, made now, which training cannot change any more, or as the writer takes
+    them, so that no more than one is there.
+    """
+    hold: Callable[[Iterator[Any]], Iterable[Any]] = list if copy else iter
+    return [(path, key, (data, hold((item, tensor.to("cpu", copy=copy)) for item, tensor in tensors))) for path, key, (data, tensors) in buckets]
 
 
 def _writable(state: dict[str, Any]) -> dict[str, Any]:
