@@ -45,7 +45,7 @@ test-architectures: $(INSTALLED) ## Take every model family through every layout
 test-bridge: $(VENV)/bridge ## Compare what Megatron-Bridge says about families with our tables and with transformers (a few minutes)
 	$(BIN)/python -m pytest tests/bridge $(PYTEST_ARGS)
 
-test-faults: $(INSTALLED) ## Kill a run 30 times, and continue a checkpoint of 8 ranks in 8 layouts
+test-faults: $(INSTALLED) ## Kill runs 30 times, and 5 times with a real engine; continue a checkpoint of 8 ranks in 8 layouts (quarter of an hour)
 	$(BIN)/python -m pytest tests/faults --durations=10 $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## Check style: ruff on Python, shellcheck on shell scripts

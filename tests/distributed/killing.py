@@ -2,7 +2,7 @@
 
 The ranks are forked from a server that has imported the program, which makes a start cheap; all else is a start from nothing, and the
 kill is SIGKILL to both process groups at once. vLLM is replaced by `RecordedEngines`: it answers with recorded samples, and takes
-the weights that every update streams to it. Everything else is the program itself.
+the weights that every update streams to it. Everything else is the program itself; tests/faults/test_engine_kills.py has the engines too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from tests.models import VOCAB_SIZE, make_model
 NUM_PROMPTS, PROMPTS_PER_STEP, RESPONSES = 7, 3, 2  # an epoch ends inside every second or third step
 PLACES = ("rollout", "statistics", "update", "weights", "checkpoint", "anywhere")
 _LONGEST_PLACE = 16  # bytes of the marker
+IN_BACKGROUND = " while writing in the background"
 
 
 @dataclass
@@ -145,7 +146,7 @@ def make_run(work: Path, num_steps: int) -> dict[str, Any]:
 
 def complete(values: dict[str, Any], output_dir: Path, recording: Path | None, *, timeout_s: float) -> Outcome:
     """Runs (or resumes) to the last step."""
-    with _started(values, output_dir, recording, async_save=False, timeout_s=timeout_s) as (ranks, _):
+    with started(values, output_dir, recording, timeout_s=timeout_s) as (ranks, _):
         ranks.results()
     return Outcome(output_dir)
 
@@ -160,16 +161,15 @@ def complete_with_kills(values: dict[str, Any], output_dir: Path, recording: Pat
     last_saved = 0
     for number in range(num_kills):
         in_background = (number + number // len(PLACES)) % 2 == 1  # each place gets both
-        with _started(values, output_dir, recording, async_save=in_background, timeout_s=timeout_s) as (ranks, marker):
+        with started(values, output_dir, recording, async_save=in_background, timeout_s=timeout_s) as (ranks, marker):
             place = PLACES[number % len(PLACES)]
-            _wait_for(ranks, marker, place, times=draw.randint(1, 2))
+            wait_for(ranks, marker, place, times=draw.randint(1, 2))
             time.sleep(draw.random() * 0.03)
             assert ranks.is_running(), f"the run ended before kill {number + 1}"
             ranks.kill()
-            hit = marker[:_LONGEST_PLACE].rstrip(b"\0").decode()
-            kills[hit + (" while writing in the background" if marker[_LONGEST_PLACE] and in_background else "")] += 1
+            kills[place_of(marker)] += 1
         _assert_gone(ranks.pids)
-        saved = _check_disk(output_dir / "checkpoints")
+        saved = check_disk(output_dir / "checkpoints")
         assert saved >= last_saved, "a checkpoint was lost"
         last_saved = saved
     return Outcome(complete(values, output_dir, recording, timeout_s=timeout_s).output_dir, kills)
@@ -177,8 +177,8 @@ def complete_with_kills(values: dict[str, Any], output_dir: Path, recording: Pat
 
 def stop_by_signal(values: dict[str, Any], output_dir: Path, recording: Path, number: signal.Signals, rank: int, *, async_save: bool, timeout_s: float) -> str:
     """Sends a signal to one rank in its second update, waits until all ranks have ended well, and returns what the driver printed."""
-    with _started(values, output_dir, recording, async_save=async_save, timeout_s=timeout_s) as (ranks, marker):
-        _wait_for(ranks, marker, "update", times=2)
+    with started(values, output_dir, recording, async_save=async_save, timeout_s=timeout_s) as (ranks, marker):
+        wait_for(ranks, marker, "update", times=2)
         os.kill(ranks.pids[rank], number)
         ranks.results()
         return ranks.output(0)
@@ -194,24 +194,33 @@ def assert_same(killed: Outcome, whole: Outcome) -> None:
     assert killed.sent == whole.sent
     assert killed.best == whole.best
     assert killed.prompt_ids == whole.prompt_ids
-    visited = [prompt for step in killed.prompt_ids for prompt in step]
+    assert_visits_each_prompt_once(killed)
+
+
+def assert_visits_each_prompt_once(outcome: Outcome) -> None:
+    """In every whole epoch."""
+    visited = [prompt for step in outcome.prompt_ids for prompt in step]
     for start in range(0, len(visited) - NUM_PROMPTS + 1, NUM_PROMPTS):
         assert sorted(visited[start : start + NUM_PROMPTS]) == list(range(NUM_PROMPTS))
 
 
 @contextlib.contextmanager
-def _started(values: dict[str, Any], output_dir: Path, recording: Path | None, *, async_save: bool, timeout_s: float) -> Iterator[tuple[Ranks, mmap.mmap]]:
+def started(
+    values: dict[str, Any], output_dir: Path, recording: Path | None, *, async_save: bool = False, real_engines: bool = False, timeout_s: float
+) -> Iterator[tuple[Ranks, mmap.mmap]]:
+    """A running `train`, and where `wait_for` reads what the driver does. `real_engines`: vLLM's, which need no recording."""
     values = values | {"trainer": values["trainer"] | {"output_dir": str(output_dir)}, "checkpoint": values["checkpoint"] | {"async_save": async_save}}
     path = output_dir.with_suffix(".place")
     path.write_bytes(bytes(_LONGEST_PLACE + 2))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as marker:
-        with start_ranks(_rank, 2, values, recording, path, timeout_s=timeout_s, process_group=False) as ranks:
+        with start_ranks(_rank, 2, values, recording, real_engines, path, timeout_s=timeout_s, process_group=False) as ranks:
             yield ranks, marker
 
 
-def _rank(rank: int, world_size: int, values: dict[str, Any], recording: Path | None, path: Path) -> None:
-    otb_megatron.trainer.run.Engines = RecordedEngines  # type: ignore[misc, assignment]
-    RecordedEngines.recording = recording
+def _rank(rank: int, world_size: int, values: dict[str, Any], recording: Path | None, real_engines: bool, path: Path) -> None:
+    if not real_engines:
+        otb_megatron.trainer.run.Engines = RecordedEngines  # type: ignore[misc, assignment]
+        RecordedEngines.recording = recording
     if rank == 0:
         _mark_places(path)
     run(validate_config(values, "test"), "train")
@@ -240,7 +249,13 @@ def _mark_places(path: Path) -> None:
     checkpoint.Writing._write_files = marked_write  # type: ignore[method-assign]
 
 
-def _wait_for(ranks: Ranks, marker: mmap.mmap, place: str, *, times: int) -> None:
+def place_of(marker: mmap.mmap) -> str:
+    """The phase that the driver is in, and whether a checkpoint is being written outside the phase that is for it."""
+    phase = marker[:_LONGEST_PLACE].rstrip(b"\0").decode()
+    return phase + (IN_BACKGROUND if marker[_LONGEST_PLACE] and phase != "checkpoint" else "")
+
+
+def wait_for(ranks: Ranks, marker: mmap.mmap, place: str, *, times: int) -> None:
     """Until the driver has entered the phase `place` that often; "anywhere" is the first phase of all."""
     entered, count = 0, 0
     wanted = place.encode().ljust(_LONGEST_PLACE, b"\0")
@@ -260,7 +275,7 @@ def _failure(ranks: Ranks) -> object:
         return error
 
 
-def _check_disk(root: Path) -> int:
+def check_disk(root: Path) -> int:
     """Every checkpoint under its final name is whole. Returns the step of the latest."""
     if not root.exists() or (newest := checkpoint.latest(root)) is None:
         return 0
