@@ -256,8 +256,8 @@ def place_of(marker: mmap.mmap) -> str:
 
 
 def wait_for(ranks: Ranks, marker: mmap.mmap, place: str, *, times: int) -> None:
-    """Until the driver has entered the phase `place` that often; "anywhere" is the first phase of all."""
-    entered, count = 0, 0
+    """Until the driver has entered the phase `place` that often from now on; "anywhere" is the first phase of all."""
+    entered, count = 0, marker[_LONGEST_PLACE + 1]
     wanted = place.encode().ljust(_LONGEST_PLACE, b"\0")
     while entered < times:
         assert ranks.is_running(), "a rank ended before it was killed:" + str(_failure(ranks))

@@ -255,13 +255,14 @@ def test_a_call_that_takes_too_long_is_named(pool: RolloutPool):
         wait_for_all(calls, Deadline(0.01, "rollout.generate_timeout_s"), "generating")
 
 
-def test_a_dead_engine_is_named(pool: RolloutPool):
+def test_a_dead_engine_is_named(pool: RolloutPool, models_at: dict[int, Path]):
     """The last test of the pool: it ends one engine's process."""
     import ray
 
-    send_again = weights(Path(pool._tokenizer.name_or_path))
+    send(pool, models_at[1], 5)
+    send_again = weights(models_at[1])
     ray.kill(pool._engines["engine 0"])
     with pytest.raises(UserError, match=r"engine 0 \(3 prompts, ids 10, 12, 14\) died while generating"):
         pool.generate(PROMPTS, n=1, temperature=1.0, max_response_tokens=4, seed=None)
     with pytest.raises(UserError, match="engine 0 died while taking new weights"):
-        pool.send_weights(describe(send_again), iter(send_again.items()), 5)
+        pool.send_weights(describe(send_again), iter(send_again.items()), 6)

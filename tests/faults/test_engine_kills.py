@@ -20,7 +20,7 @@ from otb_megatron.mcore import checkpoint
 from tests.distributed.killing import IN_BACKGROUND, Outcome, assert_visits_each_prompt_once, check_disk, make_run, place_of, started, wait_for
 from tests.distributed.launcher import Ranks, RanksFailed
 
-NUM_STEPS = 12
+NUM_STEPS = 24
 START_S = 240.0
 # Ray's helpers that hold nothing and notice only by themselves, within about a minute, that their node is gone.
 LATE = ("dashboard/agent.py", "runtime_env/agent/main.py")
@@ -84,7 +84,7 @@ def test_kills_of_engines_driver_and_all_change_nothing(tmp_path: Path, capsys: 
             wait_for(ranks, marker, place, times=1)
             processes = _processes(ranks)
             victims = {"engine": _engine(processes).pid, "driver": ranks.pids[0]}
-            wait_for(ranks, marker, place, times=1)
+            wait_for(ranks, marker, place, times=2 if in_background else 1)  # a save in the background is complete in the next such phase
             time.sleep(draw.random() * 0.005)
             hits.append(f"{target} in {place_of(marker)}")
             if target == "all":
@@ -97,7 +97,7 @@ def test_kills_of_engines_driver_and_all_change_nothing(tmp_path: Path, capsys: 
         _assert_gone([process for process in processes if process not in agents], 30)
         late.extend(agents)
         saved = check_disk(killed / "checkpoints")
-        assert saved >= last_saved, "a checkpoint was lost"
+        assert saved > last_saved, "a checkpoint was lost, or the run started anew"
         last_saved = saved
         return str(failure.value)
 
@@ -122,8 +122,8 @@ def test_kills_of_engines_driver_and_all_change_nothing(tmp_path: Path, capsys: 
 
     resumed, whole = Outcome(killed), Outcome(tmp_path / "whole")
     assert [row["step"] for row in resumed.metrics] == list(range(1, NUM_STEPS + 1))
+    assert sum(row["optimizer/grad_norm"] > 0 for row in resumed.metrics) > NUM_STEPS / 2  # two responses may get the same reward
     for ours, theirs in zip(resumed.metrics, whole.metrics, strict=True):
-        assert ours["optimizer/grad_norm"] > 0
         assert ours["mismatch/probability_difference"] < 1e-4, "sampled with other weights than the trainer's"
         assert ours.keys() - theirs.keys() == {"rewards/failures", "weights/version"}  # of engines
         assert {name: ours[name] for name in theirs} == theirs
