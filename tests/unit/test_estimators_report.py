@@ -13,7 +13,7 @@ from tools.experiments.estimators_report import collapsed, mean_accuracy, sign_f
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def row(seed: int, estimator: str, n: int, accuracy: list[float]) -> dict:
+def row(seed: int, estimator: str, n: int, accuracy: list[float], norm: float = 1.0) -> dict:
     steps = [5 * i for i in range(len(accuracy))]
     flat = [1.0] * steps[-1]
     return {
@@ -21,7 +21,7 @@ def row(seed: int, estimator: str, n: int, accuracy: list[float]) -> dict:
         "eval_step": steps,
         "accuracy": accuracy,
         "tokens": [100] * steps[-1],
-        "gradient_norm": flat,
+        "gradient_norm": [norm] * len(flat),
         "variance_proxy": flat,
     }
 
@@ -51,7 +51,7 @@ def test_the_page_keeps_its_text_and_gets_the_tables(tmp_path: Path) -> None:
     write_report(rows, page)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| 4 | otb | 0.900 ± 0.000 | 0.700 ± 0.000 | 1,000 (2/2) |" in text
+    assert "| 4 | otb | 0.900 ± 0.000 | 0.700 ± 0.000 | 1,000 (2/2) |" in text and " | 0% | 0 |" in text
     assert "| otb N=4 less each at N=32 | +0.0000 (p=1.00) | +0.0500 (p=0.50) |" in text
     assert (tmp_path / "page_n4.png").read_bytes().startswith(b"\x89PNG")
     write_report([*rows, row(2, "otb", 4, [0.5, 0.5, 0.5])], page)
@@ -59,6 +59,22 @@ def test_the_page_keeps_its_text_and_gets_the_tables(tmp_path: Path) -> None:
     page.write_text("no marks")
     with pytest.raises(UserError, match="must hold the lines"):
         write_report(rows, page)
+
+
+def test_runs_with_another_bound_of_the_gradient_have_tables_of_their_own(tmp_path: Path) -> None:
+    """A norm of 2 is above the bound of 1. Of three seeds one that does not reach the target leaves the median, and two do not."""
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results: begin -->\n<!-- results: end -->\n")
+    curves = {0: [0.5, 0.9, 0.9], 1: [0.5, 0.6, 0.9], 2: [0.5, 0.6, 0.6]}
+    rows = [row(seed, "otb", 4, curve, norm=2.0) for seed, curve in curves.items()]
+    free = [row(seed, "otb", 4, [0.5, 0.6, 0.9 * (seed == 0)], norm=2.0) for seed in curves]
+    for one in free:
+        one["cell"]["clip_grad"] = 0.0
+    write_report(rows + free, page)
+    bounded, unbounded = page.read_text().split("**Gradient norm not bounded.**")
+    assert bounded.startswith("<!-- results: begin -->\n**Gradient norm bounded by 1.** 3 runs")
+    assert "| 1,000 (2/3) |" in bounded and "| 100% | 0 |" in bounded
+    assert "| - (1/3) |" in unbounded and "| - | 2 |" in unbounded
 
 
 def test_the_committed_page_follows_from_the_committed_results(tmp_path: Path) -> None:
@@ -73,3 +89,4 @@ def test_a_line_that_was_being_written_is_left_out(tmp_path: Path) -> None:
     results.write_text('{"cell": {"seed": 0, "estimator": "otb", "n": 4}}\n{"cell": {"seed": 0, "esti')
     assert set(finished(results)) == {Cell(0, "otb", 4)}
     assert len(grid(5)) == 5 * 6 * 3
+    assert set(grid(1, [4], clip_grad=0.0)).isdisjoint(grid(1))

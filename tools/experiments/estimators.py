@@ -1,6 +1,7 @@
 """Advantage estimators against each other on the quickstart's task, over seeds and group sizes.
 
     python -m tools.experiments.estimators --output runs/estimators
+    python -m tools.experiments.estimators --output runs/estimators --clip-grad 0 --group-sizes 4
 
 Every cell (seed, estimator, N) starts from its seed's warm start and trains on the same number of responses a step: N responses to
 each of responses/N prompts. One process holds the trainer, one engine serves the whole grid. Each finished cell is a line of
@@ -15,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ GROUP_SIZES = (4, 8, 32)
 RESPONSES_PER_STEP = 128
 NUM_STEPS = 120
 EVAL_INTERVAL = 5
+CLIP_GRAD = 1.0  # the configuration's
 RESULTS_FILE = "results.jsonl"
 
 
@@ -47,11 +50,12 @@ class Cell:
     seed: int
     estimator: str  # a key of ESTIMATORS
     n: int  # responses a prompt
+    clip_grad: float = CLIP_GRAD
 
 
-def grid(seeds: int) -> list[Cell]:
+def grid(seeds: int, group_sizes: Sequence[int] = GROUP_SIZES, clip_grad: float = CLIP_GRAD) -> list[Cell]:
     """Seed by seed, so that a grid that is stopped early has whole seeds."""
-    return [Cell(seed, estimator, n) for seed in range(seeds) for n in GROUP_SIZES for estimator in ESTIMATORS]
+    return [Cell(seed, estimator, n, clip_grad) for seed in range(seeds) for n in group_sizes for estimator in ESTIMATORS]
 
 
 def finished(results: Path) -> dict[Cell, dict[str, Any]]:
@@ -80,6 +84,7 @@ def cell_config(cell: Cell, assets: Assets, model: Path, output_dir: Path, num_s
             *chosen,
             "parallel.tensor_model_parallel_size=1",
             f"algorithm.advantage={ESTIMATORS[cell.estimator]}",
+            f"optimizer.clip_grad={cell.clip_grad:g}",
             f"rollout.n={cell.n}",
             f"data.prompts_per_step={RESPONSES_PER_STEP // cell.n}",
             f"trainer.eval_interval={EVAL_INTERVAL}",
@@ -95,7 +100,7 @@ def run_grid(output: Path, cells: list[Cell], num_steps: int) -> None:
     from otb_megatron.trainer.source import Engines
 
     results = output / RESULTS_FILE
-    done = finished(results)
+    done = finished(results).keys() & set(cells)
     left = [cell for cell in cells if cell not in done]
     starts = {seed: warm_start(output, seed) for seed in sorted({cell.seed for cell in left})}
     if not left:
@@ -152,13 +157,15 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/estimators"), help="directory of the runs and results (default: runs/estimators)")
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to SEEDS-1 (default: 5)")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"of every cell (default: {NUM_STEPS})")
+    parser.add_argument("--group-sizes", type=int, nargs="+", choices=GROUP_SIZES, default=GROUP_SIZES, metavar="N", help="of 4, 8 and 32 (default: all)")
+    parser.add_argument("--clip-grad", type=float, default=CLIP_GRAD, help=f"bound of the global gradient norm, 0 for none (default: {CLIP_GRAD:g})")
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="only write this page from the results so far, its pictures beside it")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         if options.report is None:
             options.output.mkdir(parents=True, exist_ok=True)
-            run_grid(options.output, grid(options.seeds), options.steps)
+            run_grid(options.output, grid(options.seeds, options.group_sizes, options.clip_grad), options.steps)
         else:
             write_report(list(finished(options.output / RESULTS_FILE).values()), options.report)
     except UserError as error:

@@ -36,6 +36,11 @@ def tokens_to_target(row: Row) -> float:
     return float("inf") if step is None else float(sum(row["tokens"][:step]))
 
 
+def clip_grad(row: Row) -> float:
+    """The bound of the gradient's norm that the run had; the first results do not name theirs, 1."""
+    return row["cell"].get("clip_grad", 1.0)
+
+
 def collapsed(row: Row) -> bool:
     return final_accuracy(row) < max(row["accuracy"]) - COLLAPSE
 
@@ -60,7 +65,9 @@ def write_report(rows: list[Row], page: Path) -> None:
         raise UserError(f"{page} must hold the lines {BEGIN} and {END} once; the results go between them")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    page.write_text(before + "\n".join([BEGIN, *_results(_of_whole_seeds(rows), page), END]) + after)
+    by_bound = {bound: _of_whole_seeds([row for row in rows if clip_grad(row) == bound]) for bound in sorted(set(map(clip_grad, rows)), reverse=True)}
+    lines = [line for bound, of_bound in by_bound.items() for line in _results(of_bound, bound)]
+    page.write_text(before + "\n".join([BEGIN, *lines, *_pictures(next(iter(by_bound.values())), page), END]) + after)
 
 
 def _of_whole_seeds(rows: list[Row]) -> list[Row]:
@@ -69,34 +76,47 @@ def _of_whole_seeds(rows: list[Row]) -> list[Row]:
     return [row for row in rows if counts[row["cell"]["seed"]] == max(counts.values())]
 
 
-def _results(rows: list[Row], page: Path) -> list[str]:
+def _results(rows: list[Row], bound: float) -> list[str]:
+    """The tables of the runs whose gradients were clipped at `bound`."""
     sizes = sorted({row["cell"]["n"] for row in rows})
     names = list(dict.fromkeys(row["cell"]["estimator"] for row in rows))
     seeds = sorted({row["cell"]["seed"] for row in rows})
-    lines = [f"{len(rows)} runs: {len(seeds)} seeds, {rows[0]['eval_step'][-1]} steps each. Mean over seeds, with its standard error.", ""]
-    lines += ["| N | estimator | final accuracy | mean accuracy over the run | tokens to 90 % (seeds) | variance proxy | gradient norm | collapsed |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    title = f"Gradient norm bounded by {bound:g}" if bound else "Gradient norm not bounded"
+    lines = [f"**{title}.** {len(rows)} runs: {len(seeds)} seeds, {rows[0]['eval_step'][-1]} steps each. Mean over seeds, with its standard error.", ""]
+    columns = ["N", "estimator", "final accuracy", "mean accuracy over the run", "median tokens to 90 % (seeds)"]
+    columns += ["variance proxy", "gradient norm", "clipped", "collapsed"]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for n, name in itertools.product(sizes, names):
         cells = _cells(rows, name, n)
-        reached = [tokens for tokens in map(tokens_to_target, cells.values()) if np.isfinite(tokens)]
-        tokens = f"{np.mean(reached):,.0f} ({len(reached)}/{len(cells)})" if reached else f"- (0/{len(cells)})"
+        tokens = sorted(map(tokens_to_target, cells.values()))
+        median = tokens[len(tokens) // 2] if tokens else float("inf")  # infinity where not even half of the seeds got there; the upper one of two
+        reached = f"{median:,.0f}" if np.isfinite(median) else "-"
+        clipped = f"{np.mean([norm > bound for row in cells.values() for norm in row['gradient_norm']]):.0%}" if bound and cells else "-"
         lines.append(
-            f"| {n} | {name} | {_mean(cells, final_accuracy)} | {_mean(cells, mean_accuracy)} | {tokens} "
+            f"| {n} | {name} | {_mean(cells, final_accuracy)} | {_mean(cells, mean_accuracy)} | {reached} ({np.isfinite(tokens).sum()}/{len(cells)}) "
             f"| {_mean(cells, lambda row: float(np.mean(row['variance_proxy'])), 4)} | {_mean(cells, lambda row: float(np.mean(row['gradient_norm'])))} "
-            f"| {sum(map(collapsed, cells.values()))} |"
+            f"| {clipped} | {sum(map(collapsed, cells.values()))} |"
         )
     lines += ["", f"Differences in mean accuracy over the run, paired by seed, with the p-value of an exact sign-flip test ({len(seeds)} pairs: none below"]
     lines += [f"{2 / 2 ** len(seeds):.3f}). Positive: {OURS} is better.", "", "| comparison | " + " | ".join(name for name in names) + " |"]
     lines += ["|---" * (len(names) + 1) + "|"]
     for n in sizes:
         lines.append(_compared(rows, names, n, n))
-    lines.append(_compared(rows, names, sizes[0], sizes[-1]))
-    for n in sizes:
+    if len(sizes) > 1:
+        lines.append(_compared(rows, names, sizes[0], sizes[-1]))
+    return [*lines, ""]
+
+
+def _pictures(rows: list[Row], page: Path) -> list[str]:
+    """Draws one for each N and returns the lines that show them."""
+    lines: list[str] = []
+    for n in sorted({row["cell"]["n"] for row in rows}):
         picture = page.with_name(f"{page.stem}_n{n}.png")
+        names = dict.fromkeys(row["cell"]["estimator"] for row in rows)
         series = [_curve(_cells(rows, name, n), name, color) for name, color in zip(names, PALETTE, strict=False)]
         picture.write_bytes(draw_curves(series, f"held-out accuracy, N={n}", (0, rows[0]["eval_step"][-1])))
-        lines += ["", f"![Held-out accuracy over the steps with N={n}]({picture.name})"]
-    return lines
+        lines += [f"![Held-out accuracy over the steps with N={n}]({picture.name})", ""]
+    return lines[:-1]
 
 
 def _compared(rows: list[Row], names: list[str], our_n: int, their_n: int) -> str:
