@@ -39,7 +39,7 @@ test-unit test-distributed test-e2e: test-%: $(INSTALLED)
 test-layouts: $(INSTALLED) ## Train in every parallel layout and write the differences into docs/parallelism.md (5 to 10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.layouts
 
-test-architectures: $(INSTALLED) ## Take every model family through every layout and through vLLM (half an hour)
+test-architectures: $(INSTALLED) ## Take every model family through every layout and through vLLM (quarter of an hour)
 	$(BIN)/python -m pytest tests/architectures $(PYTEST_ARGS)
 
 test-bridge: $(VENV)/bridge ## Compare what Megatron-Bridge says about families with our tables and with transformers (a few minutes)
