@@ -21,6 +21,7 @@ from torch import Tensor
 from otb_megatron.algorithms.covariance import clip_cov_selection, kl_cov_selection
 from otb_megatron.algorithms.options import AboveOne, NonNegative, check_required, choose
 from otb_megatron.algorithms.ragged import sample_of_action, sums
+from otb_megatron.config import Aggregation
 
 _MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8 is beyond any bound in use, and far from float32 overflow
 
@@ -37,6 +38,7 @@ class Loss:
 
     function: Callable[..., LossTerms]
     required: frozenset[str] = frozenset()  # arguments beyond log_prob, old_log_prob and advantages
+    aggregation: Aggregation | None = None  # the one its paper derives it for and without which it is another method; None for any
     selection: Callable[..., Tensor] | None = None  # gives `selected` from old_log_prob and advantages of a whole optimizer step, and a generator
 
     @property
@@ -92,8 +94,9 @@ def gspo(
         s = exp(mean over the response of (log_prob - old_log_prob))
         loss = -min(s A, clip(s, 1 - low, 1 + high) A)          the gradient of s at action t is s grad log_prob_t
 
-    Aggregate with seq-mean-token-mean, as the paper does: the gradient of a response then is that of its mean log-prob. The
-    bounds are the paper's, small because s is a mean. Needs whole responses: every action of a sample must be in the call.
+    Aggregated with seq-mean-token-mean, as in the paper: the gradient of a response then is that of its mean log-prob, and every
+    response counts the same. The bounds are the paper's, small because s is a mean. Needs whole responses: every action of a
+    sample must be in the call.
 
     Example: two actions with log ratios 0.2 and 0 have s = exp(0.1) = 1.10517 both; unclipped with A = 1 loss and gradient
     are -1.10517 each.
@@ -194,6 +197,8 @@ def vapo(
 
         loss = clipped_surrogate - nll_coef positive log_prob
 
+    Aggregated with token-mean, as in the paper: `positive` makes that the mean over the tokens of positive examples.
+
     Example: A = 0, log_prob = -2, positive = 1.5, nll_coef 0.1: loss 0.3.
 
     Args:
@@ -255,13 +260,13 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tupl
 LOSSES: dict[str, Loss] = {
     "clipped_surrogate": Loss(clipped_surrogate),
     "vanilla": Loss(clipped_surrogate),  # verl's name
-    "gspo": Loss(gspo, frozenset({"offsets"})),
+    "gspo": Loss(gspo, frozenset({"offsets"}), "seq-mean-token-mean"),
     "cispo": Loss(cispo),
     "reinforce": Loss(reinforce),
     "gpg": Loss(reinforce),
-    "clip_cov": Loss(clip_cov, frozenset({"selected"}), clip_cov_selection),
-    "kl_cov": Loss(kl_cov, frozenset({"selected"}), kl_cov_selection),
-    "vapo": Loss(vapo, frozenset({"positive"})),
+    "clip_cov": Loss(clip_cov, frozenset({"selected"}), selection=clip_cov_selection),
+    "kl_cov": Loss(kl_cov, frozenset({"selected"}), selection=kl_cov_selection),
+    "vapo": Loss(vapo, frozenset({"positive"}), "token-mean"),
     "negative_log_likelihood": Loss(negative_log_likelihood),
 }
 

@@ -197,6 +197,11 @@ def _check_loss(config: Config, task: Task) -> None:
     if supervised != (task == "sft"):
         usable = "negative_log_likelihood" if task == "sft" else "a loss that uses advantages, e.g. clipped_surrogate"
         raise UserError(f"algorithm.loss={algorithm.loss!r} does not fit `{task}`; set {usable}")
+    if loss.aggregation not in (None, algorithm.aggregation):
+        raise UserError(
+            f"algorithm.loss={algorithm.loss!r} is another method under algorithm.aggregation={algorithm.aggregation}: set "
+            f"algorithm.aggregation={loss.aggregation}, which its paper derives it for"
+        )
     if "offsets" in loss.required and config.parallel.context_parallel_size > 1:
         raise UserError(
             f"algorithm.loss={algorithm.loss!r} needs whole sequences, which parallel.context_parallel_size={config.parallel.context_parallel_size} "

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from otb_megatron.rollout.recording import load_rollouts, save_rollouts
 from otb_megatron.types import Sample
-from tests.distributed.training import largest_difference, record_samples, settings, train
+from tests.distributed.training import Outcome, largest_difference, record_samples, settings, train
 from tests.models import VOCAB_SIZE, make_model
 
 TEMPERATURE = 0.9
@@ -49,6 +49,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _load(model_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64).eval()
+
+
+def _moved(work: Path, run: Outcome) -> Any:
+    """The model with the weights that the run ended with."""
+    model = _load(work / "model")
+    model.load_state_dict({name: tensor.double() for name, tensor in run.weights.items()}, strict=False)
+    model.tie_weights()
+    return model
 
 
 @dataclass(frozen=True)
@@ -259,10 +267,7 @@ def test_kl_in_the_reward(work: Path, scored: Scored, tmp_path: Path) -> None:
 
     samples = load_rollouts(work / "rollouts", 2)
     reference = Scored.of(_load(work / "model"), samples)
-    moved = _load(work / "model")
-    moved.load_state_dict({name: tensor.double() for name, tensor in first.weights.items()}, strict=False)
-    moved.tie_weights()
-    policy = Scored.of(moved, samples)
+    policy = Scored.of(_moved(work, first), samples)
     kl = [(own - ref).detach().square() / 2 for own, ref in zip(policy.log_prob, reference.log_prob, strict=True)]
     assert both.metrics[1]["rewards/kl"] == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4) and both.metrics[1]["rewards/kl"] > 0.01
     returns = [s.reward - 0.18 * k.flip(0).cumsum(0).flip(0) for s, k in zip(samples, kl, strict=True)]
@@ -281,6 +286,29 @@ def test_a_resumed_run_continues_with_the_coefficient_it_had(work: Path, tmp_pat
     second = [{name: value for name, value in run.metrics[1].items() if not name.startswith("time/")} for run in (whole, resumed)]
     assert second[0] == second[1] and second[0]["rewards/kl_coef"] == pytest.approx(0.18)
     assert largest_difference(resumed.weights, whole.weights) == 0.0
+
+
+def _gspo(scored: Scored, old: list[Tensor], low: float, high: float) -> Tensor:
+    """-mean over responses of min(s A, clip(s) A), s differentiable; some of the responses are clipped and some are not."""
+    ratios = [(own - before.detach()).mean().exp() for own, before in zip(scored.log_prob, old, strict=True)]
+    gains = [(s * a, s.clamp(1 - low, 1 + high) * a) for s, a in zip(ratios, scored.rloo(_outcome_rewards(scored)), strict=True)]
+    clipped = sum(bool(bounded < plain) for plain, bounded in gains)
+    assert 0 < clipped < len(gains) - 2
+    return -sum(torch.minimum(*gain) for gain in gains) / len(gains)
+
+
+def test_gspo_compares_whole_responses(work: Path, tmp_path: Path) -> None:
+    """The second of two optimizer steps on one part each. The rate falls to 0 for it, so the run ends with the weights that its gradient was taken at."""
+    algorithm = RLOO | {"loss": "gspo", "loss_options": {"clip_ratio_low": 0.03, "clip_ratio_high": 0.04}, "aggregation": "seq-mean-token-mean"}
+    schedule = {"lr": 1e-3, "lr_decay_style": "linear", "clip_grad": 0.0}
+    run = _run(work, tmp_path / "run", algorithm=algorithm | {"optimizer_steps_per_rollout": 2}, optimizer=schedule)
+    samples = load_rollouts(work / "rollouts", 1)
+    groups = sorted({sample.group for sample in samples})
+    second = [sample for sample in samples if sample.group in groups[(len(groups) + 1) // 2 :]]
+    old = Scored.of(_load(work / "model"), second).log_prob
+    policy = Scored.of(_moved(work, run), second)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in run.gradients[1].values()))
+    assert norm == pytest.approx(policy.grad_norm(_gspo(policy, old, 0.03, 0.04)), rel=1e-4)
 
 
 def test_kl_cov_penalises_the_selected_tokens(work: Path, tmp_path: Path) -> None:

@@ -64,6 +64,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "advantage": (["algorithm.advantage=optimal_token_baselin"], ["'optimal_token_baseline'"]),
     "advantage option": (["algorithm.advantage_options.tial=hold"], ["advantage_options.tial", "'tail'"]),
     "loss": (["algorithm.loss=clipped_surogate"], ["algorithm.loss='clipped_surogate'", "'clipped_surrogate'"]),
+    "aggregation of another method": (
+        ["algorithm.loss=gspo"],
+        ["algorithm.loss='gspo'", "algorithm.aggregation=token-mean", "set algorithm.aggregation=seq-mean-token-mean"],
+    ),
     "too few responses": (["rollout.n=1"], ["rollout.n=1", "'optimal_token_baseline'", "rollout.n=2"]),
     "correction": (["algorithm.rollout_correction=truncate"], ["algorithm.rollout_correction='truncate'", "'truncated'"]),
     "correction option": (

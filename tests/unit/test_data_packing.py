@@ -119,6 +119,7 @@ def test_microbatch_by_hand() -> None:
     assert micro.action_index.tolist() == [4, 0, 1, 2]
     assert micro.action_rows.tolist() == [2, 5, 6, 7]
     assert micro.targets.tolist() == [110, 102, 103, 104]
+    assert micro.action_offsets.tolist() == [0, 1, 4] and micro.action_offsets.dtype == torch.int64
 
 
 def test_routed_experts_go_with_their_tokens() -> None:
@@ -138,6 +139,7 @@ def test_filler_microbatch() -> None:
     assert micro.tokens.tolist() == [9] * 8 and micro.cu_seqlens.tolist() == [0, 8] and micro.max_seqlen == 8
     assert [t.numel() for t in (micro.action_rows, micro.targets, micro.action_index)] == [0, 0, 0]
     assert {t.dtype for t in (micro.action_rows, micro.targets, micro.action_index)} == {torch.int64}
+    assert micro.action_offsets.tolist() == [0]
 
 
 def test_tool_output_between_actions_is_context_and_not_action() -> None:
@@ -176,6 +178,7 @@ def test_every_action_is_predicted_from_the_token_before_it(lengths: list[tuple[
     assert micro.tokens.numel() % (tp * multiple) == 0 and micro.tokens.numel() == micro.cu_seqlens[-1] == sizes.sum()
     assert (sizes > 0).all() and (sizes % multiple == 0).all() and micro.max_seqlen == sizes.max()
     assert micro.action_index.tolist() == [a for s in samples for a in range(batch.action_offsets[s], batch.action_offsets[s + 1])]
+    assert micro.action_offsets.diff().tolist() == [lengths[sample][1] for sample in samples]
     positions = batch.action_positions[micro.action_index]
     assert (micro.tokens[micro.action_rows] == batch.tokens[positions - 1]).all()  # the row holds the token before the action
     assert (micro.tokens[micro.action_rows + 1] == micro.targets).all() and (micro.targets == batch.tokens[positions]).all()
