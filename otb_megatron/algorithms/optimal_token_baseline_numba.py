@@ -4,7 +4,7 @@ One pass over each group, with scratch memory for that group alone, where the te
 Groups are shared out to threads: the compiled code holds no interpreter lock, and needs no threading runtime of numba's,
 which would not survive the forks of the reward workers.
 
-Importing this module loads numba. Compiled code is cached on disk.
+Importing this module loads numba. Compiled code is cached on disk where that can be written.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numba
 import numpy as np
 import torch
 from torch import Tensor
+
+from otb_megatron.jit import njit
 
 _TAILS = {"zero": 0, "mean": 1, "hold": 2}
 _MAX_THREADS = 16  # memory bandwidth is used up before
@@ -71,14 +73,14 @@ def _chunks(first_member: np.ndarray, lengths: np.ndarray, count: int) -> list[t
 
 
 # Arrays are indexed through slices that start at the response: an index that may be negative costs a test for each action.
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _of_response(energy, correction, begin, count):
     if correction is None:
         return energy[begin : begin + count], None
     return energy[begin : begin + count], correction[begin : begin + count]
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _energy(energy, correction, t):
     if correction is None:  # decided when the caller is compiled, once for each type
         return np.float64(energy[t])
@@ -86,7 +88,7 @@ def _energy(energy, correction, t):
     return energy[t] * rho * rho
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"contract"})  # fused multiply-add halves the latency that bounds this loop
+@njit(fastmath={"contract"})  # fused multiply-add halves the latency that bounds this loop
 def _scan(begin, end, rewards, energy, correction, discount, returns, realized):
     """returns[t] = G and realized[t] = W of the sample's action t. One loop, so that the two dependency chains overlap."""
     own, rho = _of_response(energy, correction, begin, end - begin)
@@ -100,14 +102,14 @@ def _scan(begin, end, rewards, energy, correction, discount, returns, realized):
         realized[t] = w
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _floored_mean(alive, returns, weight, weighted, floor):
     lift = max(0.0, floor - weight / alive)
     denominator = weight + lift * alive
     return (weighted + lift * returns) / denominator if denominator > 0.0 else returns / alive
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _longest_two(first, last, members, offsets):
     longest, second = 0, 0
     for m in range(first, last):
@@ -119,7 +121,7 @@ def _longest_two(first, last, members, offsets):
     return longest, second
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _place(first, last, members, offsets):
     """Where each member's actions start in scratch memory of the group, and the size of that."""
     place = np.zeros(last - first + 1, np.int64)
@@ -128,7 +130,7 @@ def _place(first, last, members, offsets):
     return place
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _plain(first_group, last_group, first_member, members, offsets, rewards, energy, correction, out, discount, tail, floor):
     for g in range(first_group, last_group):
         group = members[first_member[g] : first_member[g + 1]]
@@ -138,7 +140,7 @@ def _plain(first_group, last_group, first_member, members, offsets, rewards, ene
             _plain_group(group, offsets, rewards, energy, correction, out, discount, tail, floor)
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _plain_group(group, offsets, rewards, energy, correction, out, discount, tail, floor):
     longest, shared = _longest_two(0, group.size, group, offsets)  # beyond `shared` steps one response is alone
     place = _place(0, group.size, group, offsets)
@@ -165,7 +167,7 @@ def _plain_group(group, offsets, rewards, energy, correction, out, discount, tai
             advantages[t] = own[t] - baseline[t]
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _paid_at_the_end(group, offsets, rewards):
     """Whether only last actions are rewarded. A count of the others, and not a search for the first: it is vectorised."""
     earlier = 0
@@ -176,7 +178,7 @@ def _paid_at_the_end(group, offsets, rewards):
     return earlier == 0
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _plain_outcome(group, offsets, rewards, energy, correction, out, tail, floor):
     """`_plain_group` where G is one number a response: nothing but the energies is summed along it, for four responses at once."""
     lengths = offsets[group + 1] - offsets[group]
@@ -210,7 +212,7 @@ def _plain_outcome(group, offsets, rewards, energy, correction, out, tail, floor
             advantages[t] = own - baseline[t]
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _fill_tail(baseline, shared, mean_return, tail):
     if tail == 1:
         baseline[shared:] = mean_return
@@ -218,7 +220,7 @@ def _fill_tail(baseline, shared, mean_return, tail):
         baseline[shared:] = baseline[shared - 1]
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"contract"})
+@njit(fastmath={"contract"})
 def _meet_four(begins, count, energy, correction, outcome, realized, weight, weighted):
     """Adds W and G W of the first `count` actions of four responses: four sums that do not wait for each other."""
     e0, c0 = _of_response(energy, correction, begins[0], count)
@@ -237,7 +239,7 @@ def _meet_four(begins, count, energy, correction, outcome, realized, weight, wei
     realized[0], realized[1], realized[2], realized[3] = w0, w1, w2, w3
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"contract"})
+@njit(fastmath={"contract"})
 def _meet_one(begin, first, last, energy, correction, outcome, realized, weight, weighted):
     own, rho = _of_response(energy, correction, begin, last)
     for t in range(first, last):
@@ -246,7 +248,7 @@ def _meet_one(begin, first, last, energy, correction, outcome, realized, weight,
         weighted[t] += outcome * realized
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _leave_one_out(first_group, last_group, first_member, members, offsets, rewards, energy, correction, out, discount, tail, floor):
     """The others' sums are those of the members before plus those of the members after: subtracting one's own from the total would cancel."""
     for g in range(first_group, last_group):
@@ -280,7 +282,7 @@ def _leave_one_out(first_group, last_group, first_member, members, offsets, rewa
                 _meet(met, t, returns[p + t], realized[p + t])
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _meet(met, t, g, w):
     met[0, t] += g
     met[1, t] += w

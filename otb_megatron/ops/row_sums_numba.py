@@ -1,7 +1,7 @@
 """The row passes of `row_sums` on a CPU: one read of the logits from memory, vectorised by LLVM.
 
 2^t for t <= 0 is formed from additions, multiplications and integer shifts only, because LLVM turns such a loop into vector
-instructions and a call of libm's exp2 not. Compiled code is cached beside this file, so that only a first run on a machine compiles.
+instructions and a call of libm's exp2 not. Compiled code is cached where the disk can be written, so that only a first run on a machine compiles.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from otb_megatron.jit import njit
 from otb_megatron.ops.row_sums import EMPTY_REFERENCE, IGNORED, Coefficients
 
 BLOCK_COLUMNS = 1024  # 4 KiB: the second look at a block finds it in the first-level cache (512 to 4096 tried)
@@ -45,7 +46,7 @@ def _bits_of_float(context, x):
 
 
 # fastmath=False has to be said: a callee inherits the flags of its caller, and reassociation would undo the rounding below.
-@njit(fastmath=False, nogil=True, cache=True)
+@njit(fastmath=False)
 def _exp2(t):
     t = LOWEST_POWER if t < LOWEST_POWER else t  # in this form NaN stays NaN
     shifted = t + ROUND
@@ -54,7 +55,7 @@ def _exp2(t):
     return _float_of_bits(I32(_bits_of_float(p) + I32(_bits_of_float(shifted) << I32(23))))
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _highest(block):
     """Largest float of a block, found among its bit patterns: integer maxima vectorise, float maxima that must respect NaN do not.
 
@@ -71,7 +72,7 @@ def _highest(block):
     return _float_of_bits(best)
 
 
-@njit(fastmath={"reassoc", "nsz", "contract"}, nogil=True, cache=True)
+@njit(fastmath={"reassoc", "nsz", "contract"})
 def _block_sums(block, scale, reference):
     s, r, w = F32(0), F32(0), F32(0)
     for j in range(block.size):
@@ -83,7 +84,7 @@ def _block_sums(block, scale, reference):
     return s, r, w
 
 
-@njit(fastmath={"reassoc", "nsz", "contract"}, nogil=True, cache=True)
+@njit(fastmath={"reassoc", "nsz", "contract"})
 def _sums_below_highest(row, columns, y, scale, highest):
     s, r, w = F32(0), F32(0), F32(0)
     for j in range(columns):
@@ -95,7 +96,7 @@ def _sums_below_highest(row, columns, y, scale, highest):
     return s, r, w
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _add_block(block, scale, sums):
     """Adds a block to the running (maximum, reference, S, R, T) of its row, rescaling them where it holds a new maximum."""
     if block.size == 0:
@@ -113,7 +114,7 @@ def _add_block(block, scale, sums):
     return highest, reference, s + block_s, r + block_r, t + block_t
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _sums(logits, columns, target, scale, result):
     for i in range(logits.shape[0]):
         row, y = logits[i], target[i]
@@ -133,7 +134,7 @@ def _sums(logits, columns, target, scale, result):
         result[4, i] = np.float64(row[y]) * np.float64(scale[i]) if y >= 0 else 0.0
 
 
-@njit(fastmath=False, nogil=True, cache=True)
+@njit(fastmath=False)
 def _row_gradient(row, scale, high, low, constant, linear, square, out):
     for j in range(row.size):
         t = _fma(row[j], scale, -high) - low
@@ -142,7 +143,7 @@ def _row_gradient(row, scale, high, low, constant, linear, square, out):
         out[j] = pi * (constant + linear * t + square * pi)
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _gradients(logits, columns, target, scale, high, low, constant, linear, square, target_gradient, out):
     for i in range(logits.shape[0]):
         if target[i] == IGNORED:

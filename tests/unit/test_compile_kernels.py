@@ -31,3 +31,20 @@ def test_no_kernel_is_compiled_after_it(tmp_path: Path) -> None:
 
     run("-m", "tools.compile_kernels")
     assert run("-c", RUN).strip() == "[0, 0, 0, 0] [True, True, True, True]"
+
+
+def test_kernels_run_where_nothing_can_be_cached() -> None:
+    """A read-only image and a user without a home leave numba no place for its cache; the baseline is that of the tensor form all the same."""
+    script = """
+from numba.core import caching
+caching.CacheImpl._locator_classes = []
+import torch
+from otb_megatron.algorithms import optimal_token_baseline as otb
+from otb_megatron.algorithms import optimal_token_baseline_numba as compiled
+from otb_megatron.ops import row_sums_numba as head
+fields = torch.rand(6), torch.tensor([0, 3, 4, 6]), torch.tensor([0, 0, 1]), torch.rand(6), None, 1.0, "zero", 1e-8
+print(torch.allclose(compiled.advantages(*fields), otb.tensor_form(*fields)), head._sums.stats.cache_path)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"} | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240)
+    assert (ended.stdout.strip(), ended.returncode) == ("True None", 0), ended.stderr

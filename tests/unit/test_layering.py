@@ -15,14 +15,14 @@ PACKAGE = "otb_megatron"
 ROOT = Path(__file__).resolve().parents[2] / PACKAGE
 
 LAYERS = (
-    ("config", "types"),
+    ("config", "types", "jit"),
     ("algorithms", "ops", "weights", "rewards", "data", "telemetry"),
     ("mcore", "rollout"),
     ("trainer",),
     ("cli",),
 )
 LAYER = {part: number for number, row in enumerate(LAYERS) for part in row}
-# config and types are modules, not packages: nothing else of a row may be shared within it.
+# config, types and jit are modules, not packages: nothing else of a row may be shared within it.
 SIDEWAYS = {("config", "types")}
 
 # Library -> the parts or modules of the package that may import it.
