@@ -19,9 +19,9 @@ from otb_megatron.types import UserError
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors and values never change after loading."""
+    """A part of the configuration: unknown keys and numbers that are not finite are errors, and values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):

@@ -17,6 +17,9 @@ NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 AboveOne = Annotated[float, Field(gt=1)]
 
+# Options that bound one quantity from below and from above. `clip_ratio_low` and `clip_ratio_high` do not: they are distances to either side of 1.
+_BOUNDS = (("low", "high"), ("covariance_low", "covariance_high"))
+
 
 def choose[Entry](kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
     """`table[name]`; `kind` is the setting's name below `algorithm`: "advantage", "loss" or "rollout_correction".
@@ -52,7 +55,8 @@ def check_options(kind: str, name: str, functions: Sequence[Callable[..., Any]],
         options: of the configuration, `algorithm.<kind>_options`.
 
     Raises:
-        UserError: every option that is unknown (with the nearest known name) or has a value it cannot take, all at once.
+        UserError: every option that is unknown (with the nearest known name) or has a value it cannot take, all at once; a lower bound
+            that is not below its upper one.
     """
     hints = {option: hint for function in functions for option, hint in typing.get_type_hints(function, include_extras=True).items()}
     known = [option for function in functions for option in _option_names(function)]
@@ -66,8 +70,19 @@ def check_options(kind: str, name: str, functions: Sequence[Callable[..., Any]],
             TypeAdapter(hints[option], config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
         except ValidationError as error:
             faults.append(f"{place}: {error.errors()[0]['msg']}")
+    if not faults:
+        faults = _crossed_bounds(kind, {name: value for function in functions for name, value in (function.__kwdefaults__ or {}).items()} | dict(options))
     if faults:
         raise UserError("\n".join(faults))
+
+
+def _crossed_bounds(kind: str, options: Mapping[str, Any]) -> list[str]:
+    place = f"algorithm.{kind}_options"
+    return [
+        f"{place}.{low}={options[low]:g} must be below {place}.{high}={options[high]:g}, or nothing lies between them"
+        for low, high in _BOUNDS
+        if low in options and high in options and options[low] >= options[high]
+    ]
 
 
 def _option_names(function: Callable[..., Any]) -> list[str]:

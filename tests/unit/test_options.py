@@ -33,6 +33,22 @@ def test_integers_are_numbers_and_null_is_allowed_where_it_is_a_default():
         check_options("loss", "clipped_surrogate", LOSSES["clipped_surrogate"].functions, {"clip_ratio_low": float("nan")})
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "told"),
+    [
+        ("rollout_correction", "masked", {"low": 6}, "rollout_correction_options.low=6 must be below algorithm.rollout_correction_options.high=5,"),
+        ("rollout_correction", "masked_sequence", {"low": 0.9, "high": 0.8}, "low=0.9 must be below algorithm.rollout_correction_options.high=0.8,"),
+        ("loss", "clip_cov", {"covariance_high": 1}, "covariance_low=1 must be below algorithm.loss_options.covariance_high=1,"),
+    ],
+)
+def test_a_lower_bound_is_below_its_upper_one(kind, name, options, told):
+    """With the defaults of what is not set. The distances of a clipped ratio are no such bounds."""
+    functions = LOSSES[name].functions if kind == "loss" else [CORRECTIONS[name]]
+    with pytest.raises(UserError, match=told):
+        check_options(kind, name, functions, options)
+    check_options("loss", "clip_cov", LOSSES["clip_cov"].functions, {"clip_ratio_low": 0.3, "clip_ratio_high": 0.1})
+
+
 def test_unknown_names():
     assert choose("loss", "gspo", LOSSES) is LOSSES["gspo"]
     with pytest.raises(UserError, match="algorithm.loss='clipped_surogate': unknown; did you mean 'clipped_surrogate'?"):
