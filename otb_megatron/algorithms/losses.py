@@ -39,6 +39,7 @@ class Loss:
     function: Callable[..., LossTerms]
     required: frozenset[str] = frozenset()  # arguments beyond log_prob, old_log_prob and advantages
     aggregation: Aggregation | None = None  # the one its paper derives it for and without which it is another method; None for any
+    min_optimizer_steps: int = 1  # smallest algorithm.optimizer_steps_per_rollout that makes sense: below it the method is the plain policy gradient
     selection: Callable[..., Tensor] | None = None  # gives `selected` from old_log_prob and advantages of a whole optimizer step, and a generator
 
     @property
@@ -173,6 +174,8 @@ def kl_cov(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, selected:
 
         loss = -r A, and -r A + kl_coef |log_prob - old_log_prob| where selected
 
+    The penalty has no gradient at r = 1: it acts from the second optimizer step of a rollout on.
+
     Example: r = e^0.5, A = 1, kl_coef 1: loss -1.64872, and -1.14872 where selected.
 
     Args:
@@ -265,7 +268,7 @@ LOSSES: dict[str, Loss] = {
     "reinforce": Loss(reinforce),
     "gpg": Loss(reinforce),
     "clip_cov": Loss(clip_cov, frozenset({"selected"}), selection=clip_cov_selection),
-    "kl_cov": Loss(kl_cov, frozenset({"selected"}), selection=kl_cov_selection),
+    "kl_cov": Loss(kl_cov, frozenset({"selected"}), min_optimizer_steps=2, selection=kl_cov_selection),
     "vapo": Loss(vapo, frozenset({"positive"}), "token-mean"),
     "negative_log_likelihood": Loss(negative_log_likelihood),
 }

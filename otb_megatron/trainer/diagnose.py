@@ -15,7 +15,7 @@ from torch import Tensor
 
 from otb_megatron.algorithms import ADVANTAGES, check_options, choose
 from otb_megatron.algorithms.ragged import sums
-from otb_megatron.config import Config
+from otb_megatron.config import AlgorithmConfig, Config
 from otb_megatron.data.packing import build_microbatch
 from otb_megatron.mcore.bridge import find_bridge
 from otb_megatron.mcore.model import build_model, transformer_config, whole_on_one_rank
@@ -30,9 +30,9 @@ from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.telemetry.timing import PhaseTimer
 from otb_megatron.trainer.batch import PAD_TOKEN_ID
 from otb_megatron.trainer.driver import Driver, found_by_all
-from otb_megatron.trainer.score_analysis import PromptScores, ScoredResponses, energy_table, estimator_table
+from otb_megatron.trainer.score_analysis import PromptScores, ScoredResponses, energy_table, estimator_table, measurable_estimators
 from otb_megatron.trainer.source import Engines, prompt_order, read_prompts, recorded_samples
-from otb_megatron.trainer.validate import check_replay_dir, check_router_replay, collect
+from otb_megatron.trainer.validate import check_replay_dir, check_router_replay, collect, refuse_used
 from otb_megatron.types import PolicyStatistics, Sample, Trajectories, UserError
 from otb_megatron.weights.architectures import HuggingFaceModel, load_model
 from otb_megatron.weights.files import Checkpoint
@@ -74,11 +74,8 @@ def _validate(config: Config) -> tuple[HuggingFaceModel, Config]:
         collect(faults, lambda: check_router_replay(config, hf))
     if config.megatron.get("gradient_accumulation_fusion"):
         faults.append("megatron.gradient_accumulation_fusion=true adds gradients up, and here each is wanted alone; set it to false")
-    algorithm = config.algorithm
-    collect(
-        faults,
-        lambda: check_options("advantage", algorithm.advantage, [choose("advantage", algorithm.advantage, ADVANTAGES).function], algorithm.advantage_options),
-    )
+    collect(faults, lambda: _check_estimator(config.algorithm))
+    collect(faults, lambda: _check_unused(config))
     collect(faults, lambda: check_replay_dir(config))
     if config.rollout.replay_dir is None:
         collect(faults, lambda: resolve(config.rewards.function, config.rewards.options))
@@ -90,6 +87,28 @@ def _validate(config: Config) -> tuple[HuggingFaceModel, Config]:
         raise UserError("\n".join(faults))
     assert hf is not None
     return hf, whole
+
+
+def _check_estimator(algorithm: AlgorithmConfig) -> None:
+    estimator = choose("advantage", algorithm.advantage, ADVANTAGES)
+    check_options("advantage", algorithm.advantage, [estimator.function], algorithm.advantage_options)
+    if estimator not in measurable_estimators().values():
+        raise UserError(
+            f"algorithm.advantage={algorithm.advantage!r} is not measured: it needs {', '.join(sorted(estimator.required))}, and this command has rewards and "
+            "energies only; set another one, e.g. algorithm.advantage=optimal_token_baseline"
+        )
+
+
+def _check_unused(config: Config) -> None:
+    """What a run does to its rewards, advantages and weights beyond the estimator would change the gradients, and is not done here."""
+    algorithm = config.algorithm
+    used = {
+        "algorithm.reward_kl": algorithm.reward_kl is not None,
+        "algorithm.rollout_correction": algorithm.rollout_correction != "none",
+        "algorithm.whiten_advantages": algorithm.whiten_advantages,
+        "rewards.overlong_buffer_tokens": config.rewards.overlong_buffer_tokens is not None,
+    }
+    refuse_used(used, "diagnose variance")
 
 
 def _samples(config: Config, hf: HuggingFaceModel, output: Path, world_size: int) -> list[Sample]:

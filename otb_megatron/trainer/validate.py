@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -202,6 +203,11 @@ def _check_loss(config: Config, task: Task) -> None:
             f"algorithm.loss={algorithm.loss!r} is another method under algorithm.aggregation={algorithm.aggregation}: set "
             f"algorithm.aggregation={loss.aggregation}, which its paper derives it for"
         )
+    if algorithm.optimizer_steps_per_rollout < loss.min_optimizer_steps:
+        raise UserError(
+            f"algorithm.optimizer_steps_per_rollout={algorithm.optimizer_steps_per_rollout}: what algorithm.loss={algorithm.loss!r} adds has no gradient in "
+            f"the first optimizer step after a rollout, so it would change nothing; set it to {loss.min_optimizer_steps} or more, or choose another loss"
+        )
     if "offsets" in loss.required and config.parallel.context_parallel_size > 1:
         raise UserError(
             f"algorithm.loss={algorithm.loss!r} needs whole sequences, which parallel.context_parallel_size={config.parallel.context_parallel_size} "
@@ -248,5 +254,10 @@ def _check_supervised(config: Config) -> None:
         "rollout.dynamic_sampling": config.rollout.dynamic_sampling is not None,
         "rollout.router_replay": config.rollout.router_replay,
     }
+    refuse_used(used, "sft")
+
+
+def refuse_used(used: Mapping[str, bool], command: str) -> None:
+    """Raises a UserError that names the settings which are used and which are no part of `command`."""
     if any(used.values()):
-        raise UserError(f"{', '.join(name for name, is_used in used.items() if is_used)}: no part of `sft`; leave it out")
+        raise UserError(f"{', '.join(name for name, is_used in used.items() if is_used)}: no part of `{command}`; leave it out")

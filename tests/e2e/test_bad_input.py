@@ -68,6 +68,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["algorithm.loss=gspo"],
         ["algorithm.loss='gspo'", "algorithm.aggregation=token-mean", "set algorithm.aggregation=seq-mean-token-mean"],
     ),
+    "a penalty without effect": (["algorithm.loss=kl_cov"], ["algorithm.optimizer_steps_per_rollout=1", "'kl_cov'", "set it to 2 or more"]),
     "too few responses": (["rollout.n=1"], ["rollout.n=1", "'optimal_token_baseline'", "rollout.n=2"]),
     "correction": (["algorithm.rollout_correction=truncate"], ["algorithm.rollout_correction='truncate'", "'truncated'"]),
     "correction option": (

@@ -116,6 +116,11 @@ def test_it_refuses_recorded_experts_for_a_dense_model(work: Path, tmp_path: Pat
         (["diagnose.group_sizes=[4]", "diagnose.num_responses=8"], ["a prompt has 6 responses", "groups of 4 take 8", "at most 3", "rollout.n=8"]),
         (["diagnose.max_actions=40"], ["diagnose.max_actions=40", "takes two at least"]),
         (["rollout.replay_dir=nowhere"], ["rollout.replay_dir=nowhere", "rollout.save=true"]),
+        (["algorithm.advantage=gae"], ["algorithm.advantage='gae' is not measured: it needs values", "set another one"]),
+        (
+            ["algorithm.reward_kl={}", "algorithm.rollout_correction=masked", "algorithm.whiten_advantages=true", "rewards.overlong_buffer_tokens=4"],
+            ["algorithm.reward_kl, algorithm.rollout_correction, algorithm.whiten_advantages, rewards.overlong_buffer_tokens: no part of `diagnose variance`"],
+        ),
         (["algorithm.advantage_options.tale=hold", "megatron.gradient_accumulation_fusion=true"], ["did you mean 'tail'?", "gradient_accumulation_fusion"]),
     ],
 )
