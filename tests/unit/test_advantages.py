@@ -182,6 +182,8 @@ HAND_WORKED = {
     # G = (0.5, 1, 0): mean 0.5, sample variance 0.25
     "reinforce_plus_plus discount": (batch([2, 1], [0, 1], [1.0, 0.0]), {"discount": 0.5}, [0.0, 1.0, -1.0]),
     "reinforce_plus_plus_baseline": (batch([1, 1], [0, 0], [1.0, 0.0]), {}, [0.5**0.5, -(0.5**0.5)]),
+    # centred (1, 1, 1, -1) over four actions: mean 0.5, sample variance 1. Over the two responses it would be 0 and 2
+    "reinforce_plus_plus_baseline lengths": (batch([3, 1], [0, 0], [2.0, 0.0]), {}, [0.5, 0.5, 0.5, -1.5]),
     "gae": (batch([2], [0], [0.0, 1.0], values=[0.5, 0.8]), {"lam": 0.5, "whitened": False}, [0.4, 0.2]),
     # lam = 1 - 1 / (0.5 * 4) = 0.5; delta = (0, 0, 0, 1)
     "gae_length_adaptive": (batch([4], [0], [0.0, 0, 0, 1], values=[0.0] * 4), {"alpha": 0.5, "whitened": False}, [0.125, 0.25, 0.5, 1.0]),
@@ -248,6 +250,80 @@ def test_gae_against_its_recursion(discount, lam):
         if len(expected) > 1:
             whitened = (expected - expected.mean()) / np.sqrt(expected.var(ddof=1) + 1e-8)
             np.testing.assert_allclose(estimate("gae", inputs, options), whitened, atol=1e-12)
+
+
+def whitened_by_hand(values):
+    mean = sum(values) / len(values)
+    return [(v - mean) / math.sqrt(sum((u - mean) ** 2 for u in values) / (len(values) - 1) + 1e-8) for v in values]
+
+
+def responses_by_group(inputs: AdvantageInputs) -> list[tuple[int, list[float]]]:
+    """Group and rewards of each response, in plain Python."""
+    return list(zip(inputs.group.tolist(), (part.tolist() for part in by_sample(inputs.rewards, inputs.offsets)), strict=True))
+
+
+def centred_by_hand(inputs: AdvantageInputs) -> list[tuple[int, float, bool]]:
+    """Actions, R less the mean R of the group, and whether the group's R differ, of each response.
+
+    One alone in its group keeps R; one without actions is no member.
+    """
+    responses, found = responses_by_group(inputs), []
+    for own, rewards in responses:
+        others = [sum(r) for group, r in responses if group == own and r]
+        differ = len(others) < 2 or max(others) > min(others)
+        baseline = sum(others) / len(others) if len(others) > 1 else 0.0
+        found.append((len(rewards), sum(rewards) - baseline, differ))
+    return found
+
+
+def gpg_by_hand(inputs):
+    members = [member for member in centred_by_hand(inputs) if member[0]]
+    alpha = len(members) / max(1, sum(differ for _, _, differ in members))
+    return [alpha * centred for actions, centred, _ in members for _ in range(actions)]
+
+
+def remax_by_hand(inputs):
+    pairs = zip(responses_by_group(inputs), inputs.greedy_reward.tolist(), strict=True)
+    return [sum(rewards) - greedy for (_, rewards), greedy in pairs for _ in rewards]
+
+
+def reinforce_plus_plus_by_hand(inputs):
+    return whitened_by_hand([sum(rewards[t:]) for _, rewards in responses_by_group(inputs) for t in range(len(rewards))])
+
+
+def reinforce_plus_plus_baseline_by_hand(inputs):
+    """Every action counts in mean and variance, so a long response counts more."""
+    return whitened_by_hand([centred for actions, centred, _ in centred_by_hand(inputs) for _ in range(actions)])
+
+
+def gae_length_adaptive_by_hand(inputs):
+    """alpha 0.3: lam is 0 up to three actions and 1 - 1 / (0.3 l) of each response's own length above."""
+    found = []
+    for (_, rewards), values in zip(responses_by_group(inputs), by_sample(inputs.values, inputs.offsets), strict=True):
+        values, lam, own = [*values.tolist(), 0.0], max(0.0, 1 - 1 / (0.3 * max(1, len(rewards)))), []
+        for t in reversed(range(len(rewards))):
+            own.append(rewards[t] + values[t + 1] - values[t] + lam * (own[-1] if own else 0.0))
+        found += reversed(own)
+    return found
+
+
+READINGS = {
+    "gpg": (gpg_by_hand, {}),
+    "remax": (remax_by_hand, {}),
+    "reinforce_plus_plus": (reinforce_plus_plus_by_hand, {}),
+    "reinforce_plus_plus_baseline": (reinforce_plus_plus_baseline_by_hand, {}),
+    "gae_length_adaptive": (gae_length_adaptive_by_hand, {"alpha": 0.3, "whitened": False}),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_against_an_independent_reading(name):
+    """30 random ragged batches, response by response in plain Python, float64: 1e-11."""
+    reading, options = READINGS[name]
+    for seed in range(30):
+        inputs = random_batch(seed)
+        if inputs.rewards.numel() > 1:
+            np.testing.assert_allclose(estimate(name, inputs, options), reading(inputs), rtol=0, atol=1e-11, err_msg=f"seed {seed}")
 
 
 def by_sample(values: Tensor, offsets: Tensor) -> list[Tensor]:
@@ -337,7 +413,7 @@ def test_required_is_what_the_function_takes_without_a_default(name):
 def test_missing_field_names_estimator_field_and_remedy():
     with pytest.raises(UserError, match=r"algorithm.advantage='optimal_token_baseline' needs `energy`: the statistics pass"):
         estimate("optimal_token_baseline", batch([1], [0], [1.0]), {})
-    with pytest.raises(UserError, match=r"'gae' needs `values`: a critic"):
+    with pytest.raises(UserError, match=r"'gae' needs `values`: a critic provides it, which `train` has"):
         check_fields("gae", {"energy", "correction"})
     check_fields("optimal_token_baseline", {"energy"})
 

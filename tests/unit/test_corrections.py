@@ -27,9 +27,12 @@ CASES = [
     ("truncated_geometric", {"clip": 2.0}, [E(0.3), E(0.3), E(1 / 3), E(1 / 3), E(1 / 3)], [], []),
     ("masked", {"low": 0.5, "high": 5.0}, [E(0.5), E(0.1), 0.0, 1.0, 0.0], [], [2, 4]),
     ("masked_sequence", {"low": 0.7, "high": 1.36}, [1, 1, 0, 0, 0], [], [2, 3, 4]),  # exp(0.3) = 1.350, exp(1/3) = 1.396
+    ("masked_sequence", {"low": 1.36, "high": 2.0}, [0, 0, 1, 1, 1], [], [0, 1]),
     # k3 of 0.5, 0.1, -1, 0, 2: 0.1487, 0.0052, 0.3679, 0, 4.389
     ("trust_region", {"max_token_kl": 0.2}, [1, 1, 0, 0, 0], [], [2, 3, 4]),
     ("trust_region", {"max_token_kl": 0.1}, [0, 0, 0, 0, 0], [], [0, 1, 2, 3, 4]),
+    # of -1 it is 0.3679 and of 2 it is 4.389; of their negatives, the KL the other way, 0.7183 and 1.1353
+    ("trust_region", {"max_token_kl": 2.0}, [1, 1, 0, 0, 0], [], [2, 3, 4]),
     ("trust_region", {"max_token_kl": 5.0}, [1, 1, 1, 1, 1], [], []),
 ]
 
