@@ -61,7 +61,7 @@ ADVANTAGES: dict[str, Estimator] = {
 
 _PROVIDED_BY = {
     "energy": "the statistics pass computes it (`rest` must be among the statistics that it returns)",
-    "values": "a critic provides it, and here is none; choose an estimator without a critic, e.g. optimal_token_baseline",
+    "values": "a critic provides it, which `train` has by itself under this estimator (the section `critic` says how it is trained), and here is none",
     "greedy_reward": "the reward of a greedy response to each prompt provides it, and these samples were recorded without; record them with the same estimator",
 }
 
