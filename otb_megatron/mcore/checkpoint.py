@@ -42,12 +42,25 @@ FORMAT_VERSION = 1  # of the directory as a whole; goes up when a program of an 
 _BYTES_PER_PARAMETER = 16  # float32 master weight and two moments, and the weight itself, rounded up
 _STATE_FILE = "state.json"
 _STEP_NAME = re.compile(r"step_\d{8}")  # of a whole checkpoint
+_FIRST = "latest.partial"  # names the first checkpoint before it is there, so that it is found if the run is killed before `latest` is; then becomes `latest`
 _FAILURES = (OSError, CheckpointingException, torch.distributed.checkpoint.CheckpointException)
 
 
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint below `root`, or None. Raises UserError if `latest` names a directory that is not there."""
-    return _pointed(root, "latest")
+    """The newest complete checkpoint below `root`, or None where there is none.
+
+    Raises:
+        UserError: `latest` names a directory that is not there, or is itself not there beside checkpoints.
+    """
+    directory = _pointed(root, "latest")
+    if directory is None and (found := _found(root)):
+        directory = _named(root, _FIRST)
+        if directory not in found:
+            raise UserError(
+                f"{root} holds {', '.join(path.name for path in found)}, but no file `latest` that names the one to continue from; "
+                f"write one of these names into {root / 'latest'}, or set another trainer.output_dir"
+            )
+    return directory
 
 
 def best(root: Path) -> Path | None:
@@ -70,7 +83,7 @@ def _pointed(root: Path, name: str) -> Path | None:
 def _named(root: Path, name: str) -> Path | None:
     """What a pointer names, whether that is there or not."""
     pointer = root / name
-    return root / pointer.read_text().strip() if pointer.is_file() else None
+    return root / pointer.read_text(errors="replace").strip() if pointer.is_file() else None
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -227,7 +240,7 @@ def complete(root: Path, step: int, state: dict[str, Any], files: dict[str, Chec
         state: the driver's own state, JSON values.
         files: checksums of all ranks' files, by their paths below the checkpoint.
         keep_last: how many complete checkpoints remain, besides the best. Those after the one that is the latest so far, from before
-            a return to it, go in any case: this one does not descend from them.
+            a return to it, go in any case: this one does not descend from them. Where none is the latest so far, all remain.
         is_best: `best` names this checkpoint from now on.
 
     Raises:
@@ -241,7 +254,10 @@ def complete(root: Path, step: int, state: dict[str, Any], files: dict[str, Chec
         previous = _named(root, "latest")
         if (kept := _named(root, "best")) is not None and _is_abandoned(kept, directory, previous):
             (root / "best").unlink()
-        _remove(directory)
+        if previous is None:
+            _write_durably(root / _FIRST, directory.name + "\n")
+        else:
+            _remove(directory)
         partial.rename(directory)
         if is_best:
             _write_durably(root / "best", directory.name + "\n")
@@ -249,7 +265,7 @@ def complete(root: Path, step: int, state: dict[str, Any], files: dict[str, Chec
         _discard(path for path in _found(root) if path != directory and _is_abandoned(path, directory, previous))
         _write_durably(root / "latest", directory.name + "\n")
         found = [path for path in _found(root) if path <= directory]
-        remaining = {*found[-keep_last:], _named(root, "best")}
+        remaining = set(found) if previous is None else {*found[-keep_last:], _named(root, "best")}
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _write_error(root, step, error) from error
@@ -259,12 +275,15 @@ def complete(root: Path, step: int, state: dict[str, Any], files: dict[str, Chec
 
 def _found(root: Path) -> list[Path]:
     """Every checkpoint below `root`, by step."""
-    return sorted(path for path in root.iterdir() if _STEP_NAME.fullmatch(path.name))
+    return sorted(path for path in root.glob("step_*") if _STEP_NAME.fullmatch(path.name))
 
 
 def _is_abandoned(path: Path, new: Path, previous: Path | None) -> bool:
-    """Whether a checkpoint is in the way of `new` or, later than `previous`, which `new` continues, none of its ancestors."""
-    return path.name >= new.name or (previous is not None and bool(_STEP_NAME.fullmatch(previous.name)) and path.name > previous.name)
+    """Whether a checkpoint is in the way of `new` or, later than `previous`, which `new` continues, none of its ancestors.
+
+    Without `previous` nobody knows which ones are the run's own, and none is.
+    """
+    return previous is not None and (path.name >= new.name or (bool(_STEP_NAME.fullmatch(previous.name)) and path.name > previous.name))
 
 
 def _discard(checkpoints: Iterable[Path]) -> None:

@@ -324,6 +324,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continues(
     assert cli.main(["train", path, "trainer.num_steps=2"]) == 0
 
 
+@pytest.mark.parametrize(("command", "resume"), [("train", "auto"), ("train", "never"), ("convert import", "auto"), ("convert export", "auto")])
+def test_checkpoints_without_the_pointer_are_refused_and_stay(
+    command: str, resume: str, saved: Path, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = Path(values["trainer"]["output_dir"]) / "checkpoints"
+    shutil.copytree(saved / "checkpoints", checkpoints, ignore=shutil.ignore_patterns("latest"))
+    assert cli.main([*command.split(), _file(tmp_path, values), f"trainer.resume={resume}"]) == 2
+    told = capsys.readouterr().err
+    assert f"{checkpoints} holds step_00000001, step_00000002, but no file `latest`" in told and "Traceback" not in told
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_00000001", "step_00000002"]
+
+
 def test_a_checkpoint_of_another_model_is_refused(saved: Path, work: Path, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(saved, values["trainer"]["output_dir"])
     shutil.copytree(work / "model", tmp_path / "model")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,47 @@ def test_a_return_keeps_the_ancestors_and_forgets_the_steps_between(tmp_path: Pa
     assert _names(tmp_path) == ["latest", "step_00000010", "step_00000040"]
     _save(tmp_path, 50)
     assert _names(tmp_path) == ["latest", "step_00000040", "step_00000050"]
+
+
+def test_checkpoints_without_the_pointer_are_refused_and_never_deleted(tmp_path: Path) -> None:
+    """`latest` was lost in a copy, or while the run was going on."""
+    for step in (40, 80):
+        _save(tmp_path, step)
+    (tmp_path / "latest").unlink()
+    with pytest.raises(UserError, match=r"holds step_00000040, step_00000080, but no file `latest` .* write one of these names into .*latest, or set another"):
+        checkpoint.latest(tmp_path)
+    _save(tmp_path, 1, keep_last=1)
+    assert _names(tmp_path) == ["latest", "step_00000001", "step_00000040", "step_00000080"]
+    (tmp_path / "latest").unlink()
+    with pytest.raises(UserError, match="cannot write the checkpoint of step 40"):
+        _save(tmp_path, 40)
+    assert checkpoint.read_state(tmp_path / "step_00000040")["step"] == 40
+
+
+@pytest.mark.parametrize("killed_at", ["step_00000007", "latest"])
+def test_a_first_save_that_is_killed_leaves_what_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str) -> None:
+    """Killed before the checkpoint has its name, there is none; killed after that and before `latest` is there, it is found."""
+
+    class Killed(BaseException):
+        pass
+
+    def unless_killed(move: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(source: Any, target: Any) -> Any:
+            if Path(target).name == killed_at:
+                raise Killed
+            return move(source, target)
+
+        return moved
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(checkpoint.os, "replace", unless_killed(os.replace))
+        patch.setattr(checkpoint.Path, "rename", unless_killed(Path.rename))
+        _save(tmp_path, 7)
+    assert not (tmp_path / "latest").exists()
+    assert checkpoint.latest(tmp_path) == (tmp_path / "step_00000007" if killed_at == "latest" else None)
+    _save(tmp_path, 8)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000008"
+    assert _names(tmp_path) == ["latest", *(["step_00000007"] if killed_at == "latest" else []), "step_00000008"]
 
 
 def test_old_checkpoints_that_are_gone_or_stay_do_not_fail_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
