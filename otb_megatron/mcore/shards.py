@@ -16,7 +16,7 @@ from otb_megatron.mcore.model import Model
 from otb_megatron.mcore.platform import uses_transformer_engine
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import VALUE_HEAD
-from otb_megatron.weights.files import Checkpoint
+from otb_megatron.weights.files import Checkpoint, num_not_finite
 from otb_megatron.weights.rules import Rule
 
 # Transformer Engine's layers fuse norms into the linear layer behind them and number the experts of a grouped GEMM in the parameter's name.
@@ -74,43 +74,49 @@ def load_weights(model: Model, checkpoint: Checkpoint) -> None:
     The value layer of a critic whose checkpoint has none stays as it is.
 
     Raises:
-        UserError: all missing and unused tensors of the whole model at once, or all of this rank's that have another shape, hold NaN or infinite
-            values, or cannot be read.
+        UserError: all missing and unused tensors of the whole model at once, or all of this rank's that have another shape, hold values that are
+            NaN, infinite or too large for the model's dtype, or cannot be read.
     """
     expected = check_names(model, checkpoint)
-    faults = []
+    faults: dict[str, None] = {}  # in order; each expert finds what is wrong with a tensor of all experts
     by_name = {rule.megatron: rule for rule in model.rules}
     for name, parameter in _named_state(model).items():
         rule = by_name[name]
         if not expected.issuperset(rule.hf):
             continue
         try:
-            shard = _read_shard(checkpoint, rule, *_shard_place(model, rule))
+            _fill(parameter, checkpoint, rule, *_shard_place(model, rule))
         except UserError as error:
-            faults.append(str(error))
-            continue
-        except (RuntimeError, ValueError, IndexError) as error:
-            shapes = [checkpoint.shape(part) for part in rule.hf]
-            faults.append(f"{' + '.join(rule.hf)}: shapes {shapes} do not join into {name} ({error})")
-            continue
-        if shard.shape != parameter.shape:
-            shapes = [checkpoint.shape(part) for part in rule.hf]
-            faults.append(f"{' + '.join(rule.hf)}: shapes {shapes} give {tuple(shard.shape)} for {name}, which is {tuple(parameter.shape)}")
-            continue
-        with torch.no_grad():
-            parameter.copy_(shard)
+            faults[str(error)] = None
     if faults:
-        raise _weight_error(checkpoint, faults)
+        raise _weight_error(checkpoint, list(faults))
+
+
+@torch.no_grad()
+def _fill(parameter: Tensor, checkpoint: Checkpoint, rule: Rule, size: int, rank: int) -> None:
+    """Copies a shard into this rank's parameter. Raises UserError if a tensor has another shape, or holds what the parameter cannot."""
+    shapes = {part: (checkpoint.shape(part), whole) for part, whole in zip(rule.hf, _hf_shapes(rule, tuple(parameter.shape), size), strict=True)}
+    # One by one: a row too many in one tensor and too few in the next one join into the right shape.
+    if wrong := [f"{part} has the shape {list(found)} instead of {list(whole)}" for part, (found, whole) in shapes.items() if found != whole]:
+        raise UserError("; ".join(wrong))
+    shard = _read_shard(checkpoint, rule, size, rank)
+    parameter.copy_(shard)
+    if shard.dtype != parameter.dtype and (count := num_not_finite(parameter)):
+        raise UserError(f"{' + '.join(rule.hf)}: {count} values are too large for {str(parameter.dtype).removeprefix('torch.')}")
+
+
+def _hf_shapes(rule: Rule, shard: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    """The shapes of the Hugging Face tensors of a parameter that is cut into `size` shards of the shape `shard`."""
+    whole = rule.layout.unshard([torch.empty(shard, device="meta")] * size)
+    stacked = () if rule.stack is None else (rule.stack.size,)
+    return [stacked + tuple(part.shape) for part in rule.layout.to_hf(whole)]
 
 
 def _read_shard(checkpoint: Checkpoint, rule: Rule, size: int, rank: int) -> Tensor:
     """This rank's part of a Megatron parameter, from those parts of the Hugging Face tensors that it is made of."""
     dim, layout = rule.layout.dim, rule.layout
     if rule.stack is not None:
-        index, num_experts = rule.stack
-        if any(checkpoint.shape(part)[0] != num_experts for part in rule.hf):
-            raise ValueError(f"there are {num_experts} experts")
-        return layout.to_megatron([checkpoint.get(part, 0, index) for part in rule.hf])
+        return layout.to_megatron([checkpoint.get(part, 0, rule.stack.index) for part in rule.hf])
     if dim is None or size == 1:
         return layout.to_megatron([checkpoint.get(part) for part in rule.hf])
     spans = [layout.span(checkpoint.shape(part)[dim], size, rank) for part in rule.hf]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from otb_megatron.config import validate as validate_config
@@ -85,6 +85,25 @@ def test_an_import_refuses_a_critic_that_train_would_refuse(tmp_path: Path) -> N
     with pytest.raises(UserError, match=f"has a vocabulary of {VOCAB_SIZE + 8} and model.path=.* one of {VOCAB_SIZE}"):
         import_model(validate_config(values, "test"))
     assert not (tmp_path / "run").exists()
+
+
+def _refused(rank: int, world_size: int, values: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        import_model(validate_config(values, "test"))
+    return str(caught.value)
+
+
+def test_a_wrong_shape_is_told_alike_in_every_layout(tmp_path: Path) -> None:
+    """Row by row the right ones for TP2 to join: each rank would take half of each tensor."""
+    make_model(tmp_path / "model", "qwen3_tied")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    for part, num_rows in (("gate", 90), ("up", 102)):
+        tensors[f"model.layers.1.mlp.{part}_proj.weight"] = torch.ones(num_rows, 64)
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    wrong = "gate_proj.weight has the shape [90, 64] instead of [96, 64]; model.layers.1.mlp.up_proj.weight has the shape [102, 64] instead of [96, 64]\n"
+    for world_size in (1, 2):
+        told, *elsewhere = run_ranks(_refused, world_size, settings(tmp_path / "model", tmp_path, parallel={"tensor_model_parallel_size": world_size}))
+        assert wrong in told and elsewhere == ["rank 0 failed in loading the weights"] * (world_size - 1)
 
 
 def _two_streams(rank: int, world_size: int, values: dict[str, Any], first: int) -> list[list[tuple[str, Tensor]]]:

@@ -194,6 +194,70 @@ def test_values_that_cannot_be_weights_are_named(values: dict[str, Any], tmp_pat
     assert "model.layers.1.mlp.up_proj.weight" in told and "1 values that are NaN" in told and "model.norm.weight" in told and "is int8" in told
 
 
+def _change(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """A damage to a model: `change` of its tensors in place."""
+
+    def damage(model: Path) -> None:
+        tensors = load_file(model / "model.safetensors")
+        change(tensors)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, model / "model.safetensors")
+
+    return damage
+
+
+def _move_rows(tensors: dict[str, torch.Tensor]) -> None:
+    """Joined, the wrong tensors have the right shape."""
+    for part, num_rows in {"mlp.gate_proj": 90, "mlp.up_proj": 102, "self_attn.k_proj": 96, "self_attn.v_proj": 160}.items():
+        tensors[f"model.layers.1.{part}.weight"] = torch.ones(num_rows, 64)
+
+
+def _cut(tensors: dict[str, torch.Tensor]) -> None:
+    for name in ("mlp.experts.down_proj", "mlp.experts.gate_up_proj_bias"):
+        tensors[f"model.layers.1.{name}"] = tensors[f"model.layers.1.{name}"][:3]
+
+
+def _exceed_float32(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"].double()
+    tensors["model.layers.1.mlp.down_proj.weight"][3, :2] = torch.tensor([1e300, -1e300], dtype=torch.float64)
+
+
+BAD_MODELS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
+    "rows in the wrong tensor": (
+        "qwen3_tied",
+        _change(_move_rows),
+        [
+            "model.layers.1.mlp.gate_proj.weight has the shape [90, 64] instead of [96, 64]; ",
+            "model.layers.1.mlp.up_proj.weight has the shape [102, 64] instead of [96, 64]\n",
+            "model.layers.1.self_attn.k_proj.weight has the shape [96, 64] instead of [128, 64]; ",
+            "model.layers.1.self_attn.v_proj.weight has the shape [160, 64] instead of [128, 64]\n",
+        ],
+    ),
+    "experts that lack": (
+        "gpt_oss_moe",
+        _change(_cut),
+        [
+            "model.layers.1.mlp.experts.down_proj has the shape [3, 96, 64] instead of [4, 96, 64]\n",
+            "gate_up_proj_bias has the shape [3, 192] instead of [4, 192]\n",
+        ],
+    ),
+    "numbers above the model's dtype": ("qwen3_tied", _change(_exceed_float32), ["model.layers.1.mlp.down_proj.weight: 2 values are too large for float32"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+def test_a_model_that_cannot_be_imported(case: str, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All faults in one message, each once, and nothing is written."""
+    kind, damage, parts = BAD_MODELS[case]
+    make_model(tmp_path / "model", kind)
+    damage(tmp_path / "model")
+    capsys.readouterr()
+    assert cli.main(["convert", "import", _file(tmp_path, values), f"model.path={tmp_path / 'model'}"]) == 2
+    told = capsys.readouterr().err
+    assert [told.count(part) for part in parts] == [1] * len(parts), told
+    assert told.count("error:") == 1 and "Traceback" not in told
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def _launch(arguments: list[str], *, preexec_fn: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "otb_megatron.cli", "launch", *arguments]
