@@ -106,6 +106,16 @@ def test_a_wrong_shape_is_told_alike_in_every_layout(tmp_path: Path) -> None:
         assert wrong in told and elsewhere == ["rank 0 failed in loading the weights"] * (world_size - 1)
 
 
+def test_a_truncated_file_is_told_once(tmp_path: Path) -> None:
+    """By the rank that tells; at TP2 the ranks look at shapes before they read."""
+    make_model(tmp_path / "model", "qwen3_tied")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    told, elsewhere = run_ranks(_refused, 2, settings(tmp_path / "model", tmp_path, parallel={"tensor_model_parallel_size": 2}))
+    assert f"cannot read {file}: " in told and "the file is truncated" in told
+    assert elsewhere == "rank 0 failed in loading the weights"
+
+
 def _two_streams(rank: int, world_size: int, values: dict[str, Any], first: int) -> list[list[tuple[str, Tensor]]]:
     config = validate_config(values, "test")
     hf = load_model(config.model.path)

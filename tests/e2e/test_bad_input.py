@@ -221,6 +221,36 @@ def _exceed_float32(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.layers.1.mlp.down_proj.weight"][3, :2] = torch.tensor([1e300, -1e300], dtype=torch.float64)
 
 
+def _split(model: Path) -> None:
+    """Gives the model two files and an index."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    files = {name: "one.safetensors" if ".layers.0." in name else "two.safetensors" for name in tensors}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, model / file)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def _hide_a_tensor(model: Path) -> None:
+    _split(model)
+    save_file(load_file(model / "two.safetensors") | {"model.layers.9.extra": torch.zeros(1)}, model / "two.safetensors")
+
+
+def _truncate_a_file(model: Path) -> None:
+    _split(model)
+    (model / "two.safetensors").write_bytes((model / "two.safetensors").read_bytes()[:-100])
+
+
+def _truncate_the_index(model: Path) -> None:
+    _split(model)
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {')
+
+
+def _pickle(model: Path) -> None:
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+
 BAD_MODELS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
     "rows in the wrong tensor": (
         "qwen3_tied",
@@ -240,6 +270,11 @@ BAD_MODELS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
             "gate_up_proj_bias has the shape [3, 192] instead of [4, 192]\n",
         ],
     ),
+    "a tensor that the index hides": ("qwen3_tied", _hide_a_tensor, ["no parameter for: model.layers.9.extra\n"]),
+    "a truncated file": ("gpt_oss_moe", _truncate_a_file, ["two.safetensors: ", "the file is truncated"]),
+    "a truncated index": ("qwen3_tied", _truncate_the_index, ["cannot read ", "model.safetensors.index.json: ", "download the checkpoint again"]),
+    "binary checksums": ("qwen3_tied", lambda model: (model / "XXH128SUMS").write_bytes(b"\xff\x00\n"), ["does not fit its XXH128SUMS", "export it again"]),
+    "a pickle": ("qwen3_tied", _pickle, ["but pytorch_model.bin; only safetensors are read"]),
     "numbers above the model's dtype": ("qwen3_tied", _change(_exceed_float32), ["model.layers.1.mlp.down_proj.weight: 2 values are too large for float32"]),
 }
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForTokenClassification
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import load_model
 from otb_megatron.weights.export import Export
-from otb_megatron.weights.files import Checkpoint
+from otb_megatron.weights.files import INDEX, Checkpoint
 from otb_megatron.weights.layout import GatedPair, GroupedQKV, InterleavedPair, PaddedVocabulary, Transposed, Whole
 from otb_megatron.weights.rules import Rule, Stack
 from tests.models import CONFIGS, make_model
@@ -253,16 +253,57 @@ def test_only_tensors_without_a_part_in_training_are_left_out(tmp_path: Path) ->
     assert (model.config.num_nextn_predict_layers, load_model(tmp_path / "out").config.num_nextn_predict_layers) == (1, 0)
 
 
+def _write_sharded(directory: Path, weight_map: object, **files: list[str]) -> None:
+    """An index with `weight_map` beside files of tensors with these names."""
+    for file, names in files.items():
+        save_file({name: torch.zeros(2) for name in names}, directory / f"{file}.safetensors")
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither model.safetensors nor"):
-        Checkpoint(tmp_path)
+        _ = Checkpoint(tmp_path).names
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(UserError, match="truncated or not a safetensors file"):
-        Checkpoint(tmp_path)
-    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "gone.safetensors"}}))
+        _ = Checkpoint(tmp_path).names
+    _write_sharded(tmp_path, {"a": "model.safetensors", "b": "gone.safetensors"}, model=["a"])
     with pytest.raises(UserError, match="gone.safetensors"):
-        Checkpoint(tmp_path)
+        _ = Checkpoint(tmp_path).names
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        ('{"weight_map": {"a"', "cannot read .*index.json: JSONDecodeError.*download the checkpoint again"),
+        (b"\xff\xfe\x00", "cannot read .*index.json: UnicodeDecodeError.*download the checkpoint again"),
+        ("[]", "index.json holds a JSON array instead of an object; download the checkpoint again"),
+        ("{}", "index.json has no weight_map of tensors to files"),
+        ('{"weight_map": {}}', "index.json has no weight_map of tensors to files"),
+        ('{"weight_map": ["a"]}', "index.json has no weight_map of tensors to files"),
+        ('{"weight_map": {"a": 1}}', "index.json has no weight_map of tensors to files"),
+    ],
+)
+def test_an_index_that_is_none_is_named(tmp_path: Path, index: str | bytes, told: str) -> None:
+    (tmp_path / INDEX).write_bytes(index if isinstance(index, bytes) else index.encode())
+    with pytest.raises(UserError, match=told):
+        _ = Checkpoint(tmp_path).names
+
+
+def test_the_files_say_which_tensors_there_are(tmp_path: Path) -> None:
+    """Not the index, which may leave one out; one that it alone names, or that two files hold, is a fault."""
+    _write_sharded(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}, one=["a"], two=["b", "extra"])
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.names == {"a", "b", "extra"} and checkpoint.shape("extra") == (2,)
+    _write_sharded(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}, one=["a"], two=["a", "b"])
+    with pytest.raises(UserError, match=r"does not fit its files: c is in none of the files; a is in one.safetensors and two.safetensors;"):
+        _ = Checkpoint(tmp_path).names
+
+
+@pytest.mark.parametrize("listing", [b"\xff\xfe\x00\x80", b"no checksum\n", b"99aa06d3014798d86001c324468d497f  ../\x00\n"])
+def test_a_list_of_checksums_that_is_none_is_named(tmp_path: Path, listing: bytes) -> None:
+    (tmp_path / "XXH128SUMS").write_bytes(listing)
+    with pytest.raises(UserError, match="does not fit its XXH128SUMS"):
+        Checkpoint(tmp_path).check()
 
 
 def test_weights_that_cannot_be_are_named(tmp_path: Path) -> None:
