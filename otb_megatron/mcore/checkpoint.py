@@ -36,6 +36,7 @@ from otb_megatron.mcore.model import Model
 from otb_megatron.mcore.optimizer import Optimizer
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel
+from otb_megatron.weights.files import read_object
 
 FORMAT_VERSION = 1  # of the directory as a whole; goes up when a program of an older version could not continue from it
 
@@ -92,16 +93,34 @@ def read_state(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: it is damaged, or of a format that this version does not read.
     """
-    path = directory / _STATE_FILE
-    try:
-        state = json.loads(path.read_text())
-        version = state["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"cannot read {path}: {type(error).__name__}: {error}; restore it, or continue from another checkpoint") from error
-    if version != FORMAT_VERSION:
+    path, remedy = directory / _STATE_FILE, "restore it, or continue from another checkpoint"
+    state = read_object(path, remedy)
+    version = state.get("format_version")
+    if isinstance(version, int) and version != FORMAT_VERSION:
         advice = "update, a newer version wrote it" if version > FORMAT_VERSION else "use the older version that wrote it"
         raise UserError(f"{directory} has format {version}, and this version reads format {FORMAT_VERSION}; {advice}")
+    faults = [f"{name}={json.dumps(state.get(name))}" for name in ("format_version", "step") if type(state.get(name)) is not int]
+    if not _describes_networks(state.get("networks")):
+        faults.append("networks without the model and the kind of optimizer of each")
+    if faults:
+        raise UserError(f"{path} is damaged, it has {' and '.join(faults)}; {remedy}")
     return state
+
+
+def _describes_networks(networks: Any) -> bool:
+    """Whether this holds `identity` and the kind of optimizer of each network of a run, which always trains a policy."""
+    return (
+        isinstance(networks, dict)
+        and "policy" in networks
+        and all(
+            isinstance(network, dict)
+            and "use_distributed_optimizer" in network
+            and isinstance(model := network.get("model"), dict)
+            and isinstance(model.get("config"), dict)
+            and "path" in model
+            for network in networks.values()
+        )
+    )
 
 
 def identity(hf: HuggingFaceModel) -> dict[str, Any]:
@@ -127,23 +146,22 @@ def begin(root: Path, step: int, num_parameters: dict[str, int]) -> None:
         num_parameters: of each whole network, by name.
 
     Raises:
-        UserError: it cannot fit (naming what is needed and what is free), or `root` cannot be written.
+        UserError: it cannot fit (naming what is needed and what is free; nothing was made), or `root` cannot be written.
     """
     needed = sum(num_parameters.values()) * _BYTES_PER_PARAMETER
     try:
-        root.mkdir(parents=True, exist_ok=True)
         for left in root.glob(".step_*.partial"):
             shutil.rmtree(left, ignore_errors=True)
-        free = shutil.disk_usage(root).free
+        free = shutil.disk_usage(next(path for path in (root, *root.absolute().parents) if path.exists())).free
+        if free < needed:
+            raise UserError(
+                f"a checkpoint needs about {needed / 2**30:.2f} GiB, but {root} has {free / 2**30:.2f} GiB free; "
+                "free space there or set trainer.output_dir elsewhere"
+            )
         for name in num_parameters:
             (_partial(root, step) / name).mkdir(parents=True)
     except OSError as error:
         raise UserError(f"cannot write checkpoints to {root}: {error}; set trainer.output_dir elsewhere") from error
-    if free < needed:
-        raise UserError(
-            f"a checkpoint needs about {needed / 2**30:.2f} GiB, but {root} has {free / 2**30:.2f} GiB free; "
-            "free space there or set trainer.output_dir elsewhere"
-        )
 
 
 class Writing:
@@ -249,7 +267,12 @@ def complete(root: Path, step: int, state: dict[str, Any], files: dict[str, Chec
     directory, partial = directory_of(root, step), _partial(root, step)
     try:
         _write_durably(partial / _STATE_FILE, json.dumps(state | {"format_version": FORMAT_VERSION}, indent=2) + "\n")
-        of_driver = checksums(partial, (path for path in partial.rglob("*") if path.is_file() and str(path.relative_to(partial)) not in files))
+        written = list(partial.rglob("*"))
+        of_driver = checksums(partial, (path for path in written if path.is_file() and str(path.relative_to(partial)) not in files))
+        # Each rank has synced its own files; not what Megatron writes on the driver in the end, nor the names of all of them.
+        for path in written:
+            if path.is_dir() or str(path.relative_to(partial)) in of_driver:
+                _sync(path)
         _write_durably(partial / CHECKSUMS_FILE, json.dumps(files | of_driver, indent=2) + "\n")
         previous = _named(root, "latest")
         if (kept := _named(root, "best")) is not None and _is_abandoned(kept, directory, previous):
@@ -426,8 +449,9 @@ def _write_durably(path: Path, text: str) -> None:
     _sync(path.parent)
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Waits until a file's bytes, or a directory's names, have reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

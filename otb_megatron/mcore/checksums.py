@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
 
 from otb_megatron.types import UserError
-from otb_megatron.weights.files import checksum
+from otb_megatron.weights.files import checksum, read_object
 
 CHECKSUMS_FILE = "checksums.json"
 
@@ -32,11 +31,11 @@ def check(directory: Path, part: int, num_parts: int) -> None:
         UserError: naming every file that is missing, truncated or altered.
     """
     listing = directory / CHECKSUMS_FILE
+    expected = read_object(listing, _remedy(directory))
     try:
-        expected: dict[str, Checksum] = json.loads(listing.read_text())
         mine = sorted(expected.items())[part::num_parts]
         faults = [fault for name, checksum in mine if (fault := _fault(directory, name, checksum))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, KeyError, TypeError) as error:
         raise UserError(f"cannot read {listing}: {type(error).__name__}: {error}; {_remedy(directory)}") from error
     if faults:
         raise UserError(f"the checkpoint {directory} is damaged: {'; '.join(faults)}; {_remedy(directory)}")

@@ -370,6 +370,7 @@ def test_a_disk_without_space_is_refused_before_writing(
     monkeypatch.setattr("otb_megatron.mcore.checkpoint.shutil.disk_usage", lambda path: usage._replace(free=1000))
     assert cli.main(["train", _file(tmp_path, values)]) == 2
     assert "a checkpoint needs about" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.fixture(scope="module")
@@ -393,6 +394,12 @@ def _set_format(directory: Path) -> None:
     (directory / "state.json").write_text(json.dumps(state | {"format_version": 99}))
 
 
+def _forget_networks(directory: Path) -> None:
+    state = json.loads((directory / "state.json").read_text())
+    del state["networks"]
+    (directory / "state.json").write_text(json.dumps(state))
+
+
 def _truncate(directory: Path) -> None:
     path = directory / "policy" / ".metadata"
     path.write_bytes(path.read_bytes()[:100])
@@ -403,6 +410,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a truncated file": (_truncate, ["policy/.metadata has 100 bytes instead of"]),
     "a lost file": (lambda directory: (directory / "policy" / "metadata.json").unlink(), ["policy/metadata.json is missing"]),
     "a newer format": (_set_format, ["has format 99, and this version reads format 1", "update"]),
+    "a state that lacks": (_forget_networks, ["step_00000002/state.json is damaged", "networks without the model", "another checkpoint"]),
     "a lost state": (lambda directory: (directory / "state.json").unlink(), ["step_00000002, which is not a complete checkpoint"]),
 }
 

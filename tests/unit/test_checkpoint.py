@@ -16,6 +16,8 @@ from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel, load_model
 from tests.models import CONFIGS
 
+NETWORKS = {"policy": {"use_distributed_optimizer": True, "model": {"path": "model", "config": {}}}}
+
 
 def _save(root: Path, step: int, keep_last: int = 2, **options: Any) -> None:
     checkpoint.begin(root, step, {"policy": 1})
@@ -23,7 +25,7 @@ def _save(root: Path, step: int, keep_last: int = 2, **options: Any) -> None:
     for name in ("__0_0.distcp", "metadata.json"):
         (partial / "policy" / name).write_text(f"{name} of step {step}")
     of_ranks = checksums.checksums(partial, [partial / "policy" / "__0_0.distcp"])
-    checkpoint.complete(root, step, {"step": step}, of_ranks, keep_last=keep_last, **options)
+    checkpoint.complete(root, step, {"step": step, "networks": NETWORKS}, of_ranks, keep_last=keep_last, **options)
 
 
 def _names(root: Path) -> list[str]:
@@ -120,7 +122,41 @@ def test_every_file_has_a_checksum(tmp_path: Path) -> None:
     directory = tmp_path / "step_00000001"
     assert json.loads((directory / "checksums.json").read_text()).keys() == {"policy/__0_0.distcp", "policy/metadata.json", "state.json"}
     checksums.check(directory, 0, 1)
-    assert checkpoint.read_state(directory) == {"step": 1, "format_version": 1}
+    assert checkpoint.read_state(directory) == {"step": 1, "networks": NETWORKS, "format_version": 1}
+
+
+def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the ranks' own files, which they sync: what Megatron and the driver write, and the directories of all."""
+    synced: list[Path] = []
+    before: list[set[Path]] = []
+    sync, rename = os.fsync, Path.rename
+
+    def noted_sync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def noted_rename(source: Path, target: Path) -> Path:
+        before.append(set(synced))
+        return rename(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "fsync", noted_sync)
+    monkeypatch.setattr(checkpoint.Path, "rename", noted_rename)
+    _save(tmp_path, 1)
+    partial = tmp_path / ".step_00000001.partial"
+    (named,) = before
+    assert {partial / "policy" / "metadata.json", partial / "policy", partial / "state.json.partial", partial / "checksums.json.partial", partial} <= named
+    assert synced[-1] == tmp_path  # with the names of the checkpoint and of `latest`
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_save_that_cannot_fit_leaves_nothing(tmp_path: Path, exists: bool) -> None:
+    """2^60 parameters of 16 bytes; but what an interrupted save left has made room by then."""
+    root = tmp_path / "run" / "checkpoints"
+    if exists:
+        (root / ".step_00000001.partial" / "policy").mkdir(parents=True)
+    with pytest.raises(UserError, match=rf"needs about {2**34}.00 GiB, but {root} has .* GiB free"):
+        checkpoint.begin(root, 2, {"policy": 2**60})
+    assert sorted(tmp_path.rglob("*")) == ([tmp_path / "run", root] if exists else [])
 
 
 def test_what_an_interrupted_save_or_deletion_left_goes_and_is_never_a_checkpoint(tmp_path: Path) -> None:
@@ -139,7 +175,11 @@ def test_what_an_interrupted_save_or_deletion_left_goes_and_is_never_a_checkpoin
         ('{"step": 1, "format_version": 2}', "has format 2, and this version reads format 1; update, a newer version wrote it"),
         ('{"step": 1, "format_version": 0}', "has format 0, and this version reads format 1; use the older version that wrote it"),
         ('{"step": 1', "cannot read .*state.json"),
-        ('{"step": 1}', "cannot read .*state.json"),
+        ("[1]", "state.json holds a JSON array instead of an object; restore it, or continue from another checkpoint"),
+        ('{"step": 1}', "state.json is damaged, it has format_version=null and networks without the model"),
+        ('{"format_version": "2"}', 'it has format_version="2" and step=null and networks'),
+        ('{"step": 1, "format_version": 1}', "it has networks without the model and the kind of optimizer of each; restore it"),
+        ('{"step": 1, "format_version": 1, "networks": {"policy": {"use_distributed_optimizer": true}}}', "it has networks without the model"),
     ],
 )
 def test_another_format_and_a_damaged_state_are_refused(tmp_path: Path, written: str, told: str) -> None:

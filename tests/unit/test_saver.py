@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,7 +107,8 @@ def test_a_resumed_run_remembers_the_best(build: Any, learner: _Learner) -> None
     """0.3 at step 2 counts after a resume from step 4, and not after a return to step 1."""
     best = learner.checkpoints / "step_00000002"
     best.mkdir()
-    (best / "state.json").write_text('{"accuracy": 0.3, "format_version": 1}')
+    networks = {"policy": {"use_distributed_optimizer": True, "model": {"path": "model", "config": {}}}}
+    (best / "state.json").write_text(json.dumps({"step": 2, "accuracy": 0.3, "networks": networks, "format_version": 1}))
     (learner.checkpoints / "best").write_text("step_00000002\n")
     build(learner.checkpoints / "step_00000004", keep_best=True).after_step(5, {}, 0.2)
     assert learner.events == []
