@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from otb_megatron.types import UserError
 from otb_megatron.weights import bridge, settings
+from otb_megatron.weights.files import read_object
 from otb_megatron.weights.layout import Whole
 from otb_megatron.weights.rope import Rope, rope
 from otb_megatron.weights.rules import Architecture, ExpertNames, Rule, decoder_rules, latent_attention, routed_experts, stacked_experts, with_attention
@@ -90,11 +91,11 @@ def load_model(path: Path, setting: str = "model.path", find_bridge: bridge.Find
     file = path / "config.json"
     if not file.is_file():
         raise UserError(f"{setting}={path}: no config.json there; give a Hugging Face model directory")
-    try:
-        stored = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}; download the model again") from error
+    stored = read_object(file, "download the model again")
+    _check_sizes(file, stored)
     model_type = stored.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError(_no_table(file, model_type))
     if model_type in ARCHITECTURES:
         architecture = ARCHITECTURES[model_type]
         _check_fields(file, stored, architecture)
@@ -115,8 +116,15 @@ def load_model(path: Path, setting: str = "model.path", find_bridge: bridge.Find
     return model
 
 
-def _no_table(file: Path, model_type: str | None) -> str:
+def _no_table(file: Path, model_type: object) -> str:
     return f"{file}: model_type {model_type!r} has no weight mapping; known: {', '.join(sorted(ARCHITECTURES))}"
+
+
+def _check_sizes(file: Path, stored: dict[str, Any]) -> None:
+    """Refuses counts of nothing, which everybody divides by. That they are whole numbers, transformers checks."""
+    given = {name: stored[name] for name in _AT_LEAST_ONE if isinstance(stored.get(name), int | float)}
+    if wrong := [f"{name}={value!r}" for name, value in given.items() if not value >= 1]:
+        raise UserError(f"{file}: {', '.join(wrong)} must be at least 1; download the model again")
 
 
 def _check_fields(file: Path, stored: dict[str, Any], architecture: Architecture) -> None:
@@ -139,6 +147,10 @@ def _completed(file: Path, stored: dict[str, Any]) -> PreTrainedConfig:
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:  # what its checks of types and values end in
         raise UserError(f"{file}: transformers refuses it: {error}") from error
 
+
+_AT_LEAST_ONE = (
+    "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim decoder_sparse_step n_group topk_group".split()
+)  # or null, where transformers has a default
 
 # By default save_pretrained of transformers 5.19 writes the experts of all layers under one name.
 _MXFP4_REMEDY = (

@@ -246,6 +246,14 @@ def _truncate_the_index(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text('{"weight_map": {')
 
 
+def _configure(**changes: object) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | changes))
+
+    return damage
+
+
 def _pickle(model: Path) -> None:
     torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
@@ -274,6 +282,13 @@ BAD_MODELS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
     "a truncated file": ("gpt_oss_moe", _truncate_a_file, ["two.safetensors: ", "the file is truncated"]),
     "a truncated index": ("qwen3_tied", _truncate_the_index, ["cannot read ", "model.safetensors.index.json: ", "download the checkpoint again"]),
     "binary checksums": ("qwen3_tied", lambda model: (model / "XXH128SUMS").write_bytes(b"\xff\x00\n"), ["does not fit its XXH128SUMS", "export it again"]),
+    "no configuration": ("qwen3_tied", lambda model: (model / "config.json").write_text("[]"), ["config.json holds a JSON array", "download the model again"]),
+    "no heads": ("qwen3_tied", _configure(num_attention_heads=0, num_hidden_layers=0), ["num_hidden_layers=0, num_attention_heads=0 must be at least 1"]),
+    "another hidden size": (
+        "qwen3_tied",
+        _configure(hidden_size=72),
+        ["model.embed_tokens.weight has the shape [97, 64] instead of [97, 72]\n", "model.layers.0.self_attn.o_proj.weight has the shape [64, 256] instead of"],
+    ),
     "a pickle": ("qwen3_tied", _pickle, ["but pytorch_model.bin; only safetensors are read"]),
     "numbers above the model's dtype": ("qwen3_tied", _change(_exceed_float32), ["model.layers.1.mlp.down_proj.weight: 2 values are too large for float32"]),
 }
@@ -291,6 +306,19 @@ def test_a_model_that_cannot_be_imported(case: str, values: dict[str, Any], tmp_
     assert [told.count(part) for part in parts] == [1] * len(parts), told
     assert told.count("error:") == 1 and "Traceback" not in told
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("target", "part"), [("/proc", "0.00 GiB free"), ("file", "cannot write checkpoints to ")])
+def test_a_target_that_cannot_be_written(
+    target: str, part: str, work: Path, values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As root nothing is read-only but what the kernel keeps, and a file is no directory for anyone."""
+    (tmp_path / "file").touch()
+    directory = tmp_path / target / "run"  # an absolute target replaces what is before it
+    assert cli.main(["convert", "import", _file(tmp_path, values), f"trainer.output_dir={directory}"]) == 2
+    told = capsys.readouterr().err
+    assert part in told and str(directory / "checkpoints") in told and "set trainer.output_dir elsewhere" in told
+    assert told.count("error:") == 1 and "Traceback" not in told
 
 
 def _launch(arguments: list[str], *, preexec_fn: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:

@@ -133,12 +133,29 @@ def test_every_tensor_of_a_checkpoint_has_one_rule(tmp_path: Path, kind: str) ->
         ({"quantization_config": {"quant_method": "fp8"}}, "only weights that are not quantized are read; write them in bfloat16 first"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"surprising_new_field": 3}, "surprising_new_field=3"),
+        ({"model_type": ["qwen3"]}, "model_type ['qwen3'] has no weight mapping"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads=0 must be at least 1"),
+        ({"num_hidden_layers": 0, "layer_types": [], "num_key_value_heads": -2}, "num_hidden_layers=0, num_key_value_heads=-2 must be at least 1"),
     ],
 )
 def test_a_setting_without_a_mapping_is_refused(tmp_path: Path, change: dict, part: str) -> None:
     config = CONFIGS["qwen3"].to_dict() | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=part.replace("[", r"\[")):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (b"[]", "config.json holds a JSON array instead of an object; download"),
+        (b"{", "cannot read .*config.json: JSONDecodeError"),
+        (b"\xff\xfe\x00", "cannot read"),
+    ],
+)
+def test_a_configuration_that_is_none_is_named(tmp_path: Path, written: bytes, told: str) -> None:
+    (tmp_path / "config.json").write_bytes(written)
+    with pytest.raises(UserError, match=told):
         load_model(tmp_path)
 
 
