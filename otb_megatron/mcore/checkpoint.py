@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import re
 import shutil
 import threading
@@ -36,6 +35,7 @@ from otb_megatron.mcore.model import Model
 from otb_megatron.mcore.optimizer import Optimizer
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import HuggingFaceModel
+from otb_megatron.weights.durable import sync, write_durably
 from otb_megatron.weights.files import read_object
 
 FORMAT_VERSION = 1  # of the directory as a whole; goes up when a program of an older version could not continue from it
@@ -266,27 +266,27 @@ def complete(root: Path, step: int, state: dict[str, Any], files: dict[str, Chec
     """
     directory, partial = directory_of(root, step), _partial(root, step)
     try:
-        _write_durably(partial / _STATE_FILE, json.dumps(state | {"format_version": FORMAT_VERSION}, indent=2) + "\n")
+        write_durably(partial / _STATE_FILE, json.dumps(state | {"format_version": FORMAT_VERSION}, indent=2) + "\n")
         written = list(partial.rglob("*"))
         of_driver = checksums(partial, (path for path in written if path.is_file() and str(path.relative_to(partial)) not in files))
         # Each rank has synced its own files; not what Megatron writes on the driver in the end, nor the names of all of them.
         for path in written:
             if path.is_dir() or str(path.relative_to(partial)) in of_driver:
-                _sync(path)
-        _write_durably(partial / CHECKSUMS_FILE, json.dumps(files | of_driver, indent=2) + "\n")
+                sync(path)
+        write_durably(partial / CHECKSUMS_FILE, json.dumps(files | of_driver, indent=2) + "\n")
         previous = _named(root, "latest")
         if (kept := _named(root, "best")) is not None and _is_abandoned(kept, directory, previous):
             (root / "best").unlink()
         if previous is None:
-            _write_durably(root / _FIRST, directory.name + "\n")
+            write_durably(root / _FIRST, directory.name + "\n")
         else:
             _remove(directory)
         partial.rename(directory)
         if is_best:
-            _write_durably(root / "best", directory.name + "\n")
+            write_durably(root / "best", directory.name + "\n")
         # Before `latest` moves: it alone tells which ones this run has left behind.
         _discard(path for path in _found(root) if path != directory and _is_abandoned(path, directory, previous))
-        _write_durably(root / "latest", directory.name + "\n")
+        write_durably(root / "latest", directory.name + "\n")
         found = [path for path in _found(root) if path <= directory]
         remaining = set(found) if previous is None else {*found[-keep_last:], _named(root, "best")}
     except OSError as error:
@@ -435,27 +435,6 @@ def _metadata(model: Model) -> dict[str, Any]:
 
 def _saved_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-
-
-def _write_durably(path: Path, text: str) -> None:
-    """Replaces `path` at once, after its bytes and what was renamed beside it before have reached the disk."""
-    temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(path.parent)
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file's bytes, or a directory's names, have reached the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cause(error: BaseException) -> str:

@@ -6,9 +6,11 @@ with them every byte of a file's header and every offset, so that each tensor ca
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +21,8 @@ import xxhash
 from torch import Tensor
 
 from otb_megatron.types import UserError
-from otb_megatron.weights.files import CHECKSUMS, INDEX
+from otb_megatron.weights.durable import sync, write_durably
+from otb_megatron.weights.files import CHECKSUMS, INDEX, checksum
 
 TensorDescription = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape
 
@@ -30,16 +33,19 @@ _CARRIED = (
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja chat_template.json "
     "vocab.json merges.txt added_tokens.json tokenizer.model"
 ).split()
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+_WRITTEN = {"config.json", INDEX, CHECKSUMS, *_CARRIED}  # beside the weights
+_NUM_NAMED = 5  # of the files that are in the way
 
 
 class Export:
     """A directory that is being written: sharded safetensors with an index, config, generation config, tokenizer, chat template, checksums.
 
     It is written beside `directory` and renamed at the end, so that a reader never sees half of one. What a killed export had finished
-    is taken over by the next one with the same `identity`.
+    and is still whole is taken over by the next one with the same `identity`.
 
     Args:
-        directory: new, empty, or an earlier export, which is then replaced.
+        directory: new, empty, or an earlier export and nothing else, which is then replaced. If it is a link, what it points to.
         described: every tensor in the order in which they will come.
         source: the directory the model started from; everything but the weights is copied from there.
         dtype: recorded in config.json.
@@ -47,7 +53,8 @@ class Export:
         max_file_bytes: tensors share a file up to this size.
 
     Raises:
-        UserError: `directory` holds something else or is `source`, or cannot be written to.
+        UserError: `directory`, or its neighbours .partial and .replaced, are no directory or hold what no export wrote, or `source`;
+            or they cannot be written to.
     """
 
     def __init__(
@@ -60,12 +67,7 @@ class Export:
         identity: Any = None,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
-        if directory.resolve() == source.resolve():
-            raise UserError(f"the export must not replace the model it comes from, {source}; name another directory")
-        if directory.exists() and any(directory.iterdir()) and not ((directory / "config.json").is_file() and list(directory.glob("*.safetensors"))):
-            raise UserError(f"{directory} holds files that are not an earlier export; name another directory, or empty it")
-        self._directory, self._source, self._dtype = directory, source, dtype
-        self._partial = directory.with_name(directory.name + ".partial")
+        self._directory, self._source, self._dtype = directory.resolve(), source, dtype
         groups = list(_files(described, max_file_bytes))
         single = len(groups) == 1
         self._files = {"model.safetensors" if single else f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
@@ -73,10 +75,15 @@ class Export:
         plan = {file: [[name, str(dtype), list(shape)] for name, dtype, shape in group] for file, group in self._files.items()}
         self._identity = None if identity is None else {"weights": identity, "plan": xxhash.xxh3_128_hexdigest(json.dumps(plan).encode())}
         try:
+            _check_replaceable(self._directory, source)
+            self._partial, self._replaced = (self._directory.with_name(self._directory.name + ending) for ending in (".partial", ".replaced"))
+            _check_replaceable(self._partial, source)
+            _check_replaceable(self._replaced, source)
             self._digests = self._earlier()
             if not self._digests:
                 shutil.rmtree(self._partial, ignore_errors=True)
                 self._partial.mkdir(parents=True)
+                self._note_progress()  # before anything else is in it: an export without it or checksums is not known as one
         except OSError as error:
             raise self._error(error) from error
 
@@ -100,8 +107,7 @@ class Export:
             for file, group in list(self._files.items())[len(self._digests) :]:
                 self._digests[file] = _write_file(self._partial / file, group, stream, lambda size, before=done: progress(before + size))
                 done += sum(map(_num_bytes, group))
-                if self._identity is not None:
-                    _replace(self._partial / _PROGRESS, json.dumps({"identity": self._identity, "checksums": self._digests}))
+                self._note_progress()
             self._complete()
         except OSError as error:
             shutil.rmtree(self._partial, ignore_errors=True)
@@ -112,11 +118,17 @@ class Export:
 
     def _earlier(self) -> dict[str, str]:
         """File -> checksum of what an interrupted export of the same weights finished."""
-        found = self._partial / _PROGRESS
-        if self._identity is None or not found.is_file():
+        progress = _progress(self._partial)
+        if self._identity is None or progress is None or progress["identity"] != self._identity:
             return {}
-        progress = json.loads(found.read_text())
-        return progress["checksums"] if progress["identity"] == self._identity else {}
+        return {file: progress["checksums"][file] for file in itertools.takewhile(lambda file: self._is_whole(file, progress["checksums"]), self._files)}
+
+    def _is_whole(self, file: str, digests: dict[str, str]) -> bool:
+        path = self._partial / file
+        return file in digests and path.is_file() and checksum(path) == digests[file]
+
+    def _note_progress(self) -> None:
+        write_durably(self._partial / _PROGRESS, json.dumps({"identity": self._identity, "checksums": self._digests}))
 
     def _complete(self) -> None:
         if len(self._files) > 1:
@@ -131,25 +143,69 @@ class Export:
             config["num_nextn_predict_layers"] = 0  # layers that draft further tokens are not trained and not written
         (self._partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         (self._partial / CHECKSUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in self._digests.items()))
-        (self._partial / _PROGRESS).unlink(missing_ok=True)
+        (self._partial / _PROGRESS).unlink()
+        for path in (*self._partial.rglob("*"), self._partial):
+            sync(path)
         self._take_place()
 
     def _take_place(self) -> None:
         """Puts the new directory where the earlier one was; where that fails, the earlier one is there again."""
-        replaced = self._directory.with_name(self._directory.name + ".replaced")
-        if self._directory.exists():  # otherwise `replaced` may be what a killed export had moved away
-            shutil.rmtree(replaced, ignore_errors=True)
-            self._directory.rename(replaced)
+        if self._directory.exists():  # otherwise `_replaced` may be what a killed export had moved away
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            self._directory.rename(self._replaced)
         try:
             self._partial.rename(self._directory)
         except OSError:
-            if replaced.exists():
-                replaced.rename(self._directory)
+            if self._replaced.exists():
+                self._replaced.rename(self._directory)
             raise
-        shutil.rmtree(replaced, ignore_errors=True)
+        sync(self._directory.parent)
+        shutil.rmtree(self._replaced, ignore_errors=True)
 
     def _error(self, error: OSError) -> UserError:
         return UserError(f"cannot write the Hugging Face export {self._directory}: {error}; what was there before is as it was")
+
+
+def _check_replaceable(place: Path, source: Path) -> None:
+    """Raises UserError where removing `place` would remove what no export wrote, or a part of `source`."""
+    if not os.path.lexists(place):
+        return
+    if place.is_symlink() or not place.is_dir():
+        raise UserError(f"{place} is not a directory, so no export can take its place; name another one, or move it away")
+    if any(path.resolve().is_relative_to(place) for path in (source, *source.iterdir())):  # its files may be links
+        raise UserError(f"the export would replace {place}, and with it the model it comes from, {source}; name another directory")
+    if foreign := _foreign(place):
+        named = ", ".join(foreign[:_NUM_NAMED]) + (f" and {len(foreign) - _NUM_NAMED} more" if len(foreign) > _NUM_NAMED else "")
+        raise UserError(f"{place} holds what is not an earlier export: {named}; name another directory, or move that away")
+
+
+def _foreign(place: Path) -> list[str]:
+    """Names of what no export wrote into `place`: all of it, unless one has left its checksums or, interrupted, its progress there."""
+    names = {path.name + "/" * path.is_dir() for path in place.iterdir()}
+    if names <= {_PROGRESS + ".partial"}:
+        return []
+    if _progress(place) is None:
+        weights = _listed(place)
+        return sorted(names - weights - _WRITTEN if weights else names)
+    return sorted(name for name in names - _WRITTEN - {_PROGRESS, _PROGRESS + ".partial"} if not _WEIGHTS.fullmatch(name))
+
+
+def _listed(place: Path) -> set[str]:
+    """The weights that an export has left in `place`; none where the list of checksums is not an export's."""
+    try:
+        listed = {line.partition("  ")[2] for line in (place / CHECKSUMS).read_text().splitlines()}
+    except (OSError, ValueError):
+        return set()
+    return listed if all(map(_WEIGHTS.fullmatch, listed)) else set()
+
+
+def _progress(place: Path) -> dict[str, Any] | None:
+    """What an interrupted export has noted in `place`: its identity, and the checksums of the files it finished."""
+    try:
+        progress = json.loads((place / _PROGRESS).read_text())
+    except (OSError, ValueError):
+        return None
+    return progress if isinstance(progress, dict) and progress.keys() == {"identity", "checksums"} else None
 
 
 def _files(described: Sequence[TensorDescription], max_file_bytes: int) -> Iterator[list[TensorDescription]]:
@@ -181,6 +237,7 @@ def _write_file(path: Path, described: Sequence[TensorDescription], stream: Iter
             digest.update(values)
             done += values.nbytes
             progress(done)
+        os.fsync(file.fileno())
     return digest.hexdigest()
 
 
@@ -207,9 +264,3 @@ def _header(described: Sequence[TensorDescription]) -> bytes:
 def _num_bytes(described: TensorDescription) -> int:
     _, dtype, shape = described
     return math.prod(shape) * dtype.itemsize
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
-    os.replace(temporary, path)

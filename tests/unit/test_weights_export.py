@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,10 +111,21 @@ def test_an_export_of_something_else_is_not_continued(tmp_path: Path, change: di
     assert export(tmp_path, tensors, **dict(identity="step 7") | change).num_done == 0
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def earlier_export(tmp_path: Path) -> dict[str, bytes]:
+    """One of another model at `out`: its files."""
+    tensors = make_model(tmp_path / "earlier", "qwen3", seed=1).state_dict()
+    export(tmp_path, tensors, source=tmp_path / "earlier", max_file_bytes=200_000).write(tensors.items())
+    shutil.rmtree(tmp_path / "earlier")
+    return contents(tmp_path / "out")
+
+
 def test_a_failing_export_leaves_the_old_one(tmp_path: Path) -> None:
     tensors = make_model(tmp_path / "model", "qwen3").state_dict()
-    make_model(tmp_path / "out", "qwen3", seed=1)
-    (tmp_path / "out" / "mine").write_text("kept")
+    earlier = earlier_export(tmp_path)
 
     def fails():
         yield next(iter(tensors.items()))
@@ -118,13 +133,12 @@ def test_a_failing_export_leaves_the_old_one(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="No space left on device"):
         export(tmp_path, tensors).write(fails())
-    assert (tmp_path / "out" / "mine").read_text() == "kept" and not (tmp_path / "out.partial").exists()
+    assert contents(tmp_path / "out") == earlier and not (tmp_path / "out.partial").exists()
 
 
 def test_a_failure_at_the_last_rename_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_model(tmp_path / "model", "qwen3").state_dict()
-    make_model(tmp_path / "out", "qwen3", seed=1)
-    (tmp_path / "out" / "mine").write_text("kept")
+    earlier = earlier_export(tmp_path)
     rename = Path.rename
 
     def refuse(self: Path, target: Path) -> Path:
@@ -135,11 +149,13 @@ def test_a_failure_at_the_last_rename_leaves_the_old_one(tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(UserError, match="Input/output error; what was there before is as it was"):
         export(tmp_path, tensors).write(tensors.items())
-    assert (tmp_path / "out" / "mine").read_text() == "kept"
+    assert contents(tmp_path / "out") == earlier
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     monkeypatch.undo()
     export(tmp_path, tensors).write(tensors.items())
-    assert not (tmp_path / "out" / "mine").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    assert all(torch.equal(Checkpoint(tmp_path / "out").get(name), tensor) for name, tensor in tensors.items())
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == Checkpoint(tmp_path / "out").check()  # none of the earlier one's files
 
 
 def test_a_tensor_that_was_not_described_is_an_error(tmp_path: Path) -> None:
@@ -149,12 +165,171 @@ def test_a_tensor_that_was_not_described_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
-def test_it_replaces_nothing_but_an_export(tmp_path: Path) -> None:
+def place_exports(tmp_path: Path) -> None:
+    """An export at `out`, an interrupted one at `out.partial`, and at `out.replaced` what a killed one had moved away."""
+    earlier_export(tmp_path)
+    shutil.copytree(tmp_path / "out", tmp_path / "out.replaced")
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    with pytest.raises(Killed):
+        export(tmp_path, tensors).write(interrupted(tensors, 17))
+
+
+def add(name: str) -> Callable[[Path], object]:
+    def write(place: Path) -> None:
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text("years")
+
+    return write
+
+
+def test_it_replaces_earlier_exports(tmp_path: Path) -> None:
+    """Also where one was killed at its very beginning, before it could note anything."""
+    place_exports(tmp_path)
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    export(tmp_path, tensors).write(tensors.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.replaced").mkdir()
+    export(tmp_path, tensors).write(tensors.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"] and Checkpoint(tmp_path / "out").check() > 1
+
+
+def unmark(place: Path) -> None:
+    for name in ("XXH128SUMS", "progress.json"):
+        (place / name).unlink(missing_ok=True)
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file": (add("notes.txt"), "notes.txt"),
+    "an adapter": (add("adapter/a.safetensors"), "adapter/"),
+    "a training checkpoint": (add("checkpoints/latest"), "checkpoints/"),
+    "weights of another name": (add("consolidated.safetensors"), "consolidated.safetensors"),
+    "not an export": (unmark, "chat_template.jinja|model-00001-of-"),
+}
+
+
+@pytest.mark.parametrize("name", ["out", "out.partial", "out.replaced"])
+@pytest.mark.parametrize(("change", "told"), FOREIGN.values(), ids=FOREIGN.keys())
+def test_what_no_export_wrote_is_not_removed(tmp_path: Path, name: str, change: Callable[[Path], object], told: str) -> None:
+    place_exports(tmp_path)
+    change(tmp_path / name)
+    before = contents(tmp_path)
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    with pytest.raises(UserError, match=f"{name} holds what is not an earlier export: ({told}).*; name another directory, or move that away"):
+        export(tmp_path, tensors)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "sums", ["", "0123  notes.txt\n", "0123  model.safetensors\n4567  notes.txt\n", b"\xff\xfe"], ids=["empty", "other", "more", "not text"]
+)
+def test_the_checksums_of_another_program_make_no_export(tmp_path: Path, sums: str | bytes) -> None:
+    """Each directory is a model with what may be somebody's own list."""
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    shutil.copytree(tmp_path / "model", tmp_path / "out")
+    (tmp_path / "out" / "XXH128SUMS").write_bytes(sums if isinstance(sums, bytes) else sums.encode())
+    with pytest.raises(UserError, match="out holds what is not an earlier export"):
+        export(tmp_path, tensors)
+
+
+@pytest.mark.parametrize("name", ["out", "out.partial", "out.replaced"])
+@pytest.mark.parametrize("inside", ["", "inner"])
+def test_it_does_not_replace_its_source(tmp_path: Path, name: str, inside: str) -> None:
+    """Nor an earlier export that the source is one of, or whose files it links to."""
+    place_exports(tmp_path)
+    tensors = make_model(tmp_path / name / inside, "qwen3").state_dict()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / name / inside)
+    of_links = tmp_path / "of_links"
+    of_links.mkdir()
+    for file in (tmp_path / name / inside).glob("*.*"):
+        (of_links / file.name).symlink_to(file)
+    before = contents(tmp_path)
+    for source in (tmp_path / name / inside, link, of_links):
+        with pytest.raises(UserError, match=f"would replace {tmp_path / name}, and with it the model it comes from, {source}; name another directory"):
+            export(tmp_path, tensors, source=source)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["out", "out.partial", "out.replaced"])
+def test_a_file_in_its_place_is_named(tmp_path: Path, name: str) -> None:
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    (tmp_path / name).write_text("years")
+    with pytest.raises(UserError, match=f"{name} is not a directory"):
+        export(tmp_path, tensors)
+    assert (tmp_path / name).read_text() == "years"
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """To a directory that is not there yet, and then to an earlier export."""
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    (tmp_path / "out").symlink_to("disk/real")
+    for _ in range(3):
+        export(tmp_path, tensors).write(tensors.items())
+        assert (tmp_path / "out").is_symlink() and Checkpoint(tmp_path / "disk" / "real").check() > 1
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "model", "out"]
+
+
+def test_the_working_directory_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_model(tmp_path / "model", "qwen3").state_dict()
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("years")
-    with pytest.raises(UserError, match="not an earlier export"):
-        export(tmp_path, tensors)
-    with pytest.raises(UserError, match="must not replace the model"):
-        Export(tmp_path / "model", described(tensors), source=tmp_path / "model", dtype=torch.float32)
-    assert (tmp_path / "out" / "thesis.tex").read_text() == "years"
+    monkeypatch.chdir(tmp_path / "out")
+    Export(Path("."), described(tensors), source=tmp_path / "model", dtype=torch.float32).write(tensors.items())
+    assert Checkpoint(tmp_path / "out").check() == 1 and sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: os.truncate(path, 1000),
+    "gone": Path.unlink,
+    "one bit": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_finished_file_that_was_damaged_is_written_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    """The files before it are kept, it and those after it come anew."""
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    with pytest.raises(Killed):
+        export(tmp_path, tensors, identity="step 7").write(interrupted(tensors, 17))
+    *_, damaged, _ = json.loads((tmp_path / "out.partial" / "progress.json").read_text())["checksums"]
+    whole = export(tmp_path, tensors, identity="step 7").num_done
+    damage(tmp_path / "out.partial" / damaged)
+    continued = export(tmp_path, tensors, identity="step 7")
+    assert 0 < continued.num_done < whole - 1
+    continued.write(list(tensors.items())[continued.num_done :])
+    exported = Checkpoint(tmp_path / "out")
+    assert exported.check() > 1 and all(torch.equal(exported.get(name), tensor) for name, tensor in tensors.items())
+
+
+def test_what_it_calls_finished_has_reached_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file as it is when the progress that names it, or the directory's name, appears; and then that name itself."""
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    on_disk: dict[int, int] = {}  # inode -> bytes
+    noted = []
+    fsync, replace, rename = os.fsync, os.replace, Path.rename
+
+    def synced(path: Path) -> bool:
+        return on_disk.get(path.stat().st_ino) == path.stat().st_size
+
+    def watch_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        on_disk[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def watch_replace(temporary: Path, path: Path) -> None:
+        files = json.loads(temporary.read_text())["checksums"]
+        noted.append(len(files))
+        assert synced(temporary) and all(synced(path.parent / file) for file in files)
+        replace(temporary, path)
+
+    def watch_rename(path: Path, target: Path) -> Path:
+        assert all(map(synced, (path, *path.iterdir())))
+        on_disk.pop(path.parent.stat().st_ino, None)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watch_fsync)
+    monkeypatch.setattr(os, "replace", watch_replace)
+    monkeypatch.setattr(Path, "rename", watch_rename)
+    export(tmp_path, tensors).write(tensors.items())
+    assert noted == list(range(len(list((tmp_path / "out").glob("*.safetensors"))) + 1))
+    assert synced(tmp_path)
