@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from otb_megatron.config import Config
 from otb_megatron.mcore import checkpoint
+from otb_megatron.mcore.checksums import CHECKSUMS_FILE
 from otb_megatron.mcore.head import StatisticsHead
 from otb_megatron.mcore.model import Model, build_model, whole_on_one_rank
 from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel, world
@@ -24,7 +25,7 @@ from otb_megatron.trainer.learner import Learner, export_weights, restore
 from otb_megatron.trainer.source import demonstration_sample, load_tokenizer, read_prompts
 from otb_megatron.trainer.validate import validate_model
 from otb_megatron.types import Trajectories, UserError
-from otb_megatron.weights.files import Checkpoint
+from otb_megatron.weights.files import Checkpoint, checksum
 
 _COMPARED_SAMPLES = 32
 
@@ -64,7 +65,7 @@ def export(config: Config, directory: Path | None, model_dir: Path) -> bool:
     """
     model, driver, directory = _restore(config, directory)
     try:
-        identity = {"checkpoint": str(directory.resolve()), "state": checkpoint.read_state(directory)}
+        identity = checksum(directory / CHECKSUMS_FILE)  # path and state are the same for other weights
         export_weights(FullWeights(model), driver, model.hf.path, model_dir, identity=identity, show_progress=config.telemetry.progress)
         return driver.is_driver
     finally:
