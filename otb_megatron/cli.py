@@ -246,10 +246,16 @@ def _convert(options: argparse.Namespace) -> None:
         if export(config, options.checkpoint, model_dir):
             print(f"wrote {model_dir}")
     else:
-        difference = verify(config, options.checkpoint, model_dir)
-        if difference is None:  # only the first rank compares
+        found = verify(config, options.checkpoint, model_dir)
+        if found is None:  # only the first rank compares
             return
-        print(f"largest difference of a log-prob between the checkpoint and {model_dir} in transformers: {difference:.2e}")
+        checksums = f"{found.num_files} files fit their checksums" if found.num_files else f"no file was compared with a checksum: {model_dir} lists none"
+        print(f"all {found.num_tensors} tensors are there; {checksums}")
+        if found.difference is None:
+            needed, free = found.needed_bytes / 2**30, found.free_bytes / 2**30
+            print(f"log-probs were not compared: transformers needs {needed:.1f} GiB of host memory for the model, of which {free:.1f} GiB are free")
+        else:
+            print(f"largest difference of a log-prob between the checkpoint and {model_dir} in transformers: {found.difference:.2e}")
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -5,14 +5,19 @@ Each command runs alone or on several ranks (`otb-megatron launch`, torchrun). A
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from otb_megatron.config import Config
 from otb_megatron.mcore import checkpoint
+from otb_megatron.mcore.bridge import find_bridge
 from otb_megatron.mcore.checksums import CHECKSUMS_FILE
 from otb_megatron.mcore.head import StatisticsHead
 from otb_megatron.mcore.model import Model, build_model, whole_on_one_rank
@@ -25,9 +30,27 @@ from otb_megatron.trainer.learner import Learner, export_weights, restore
 from otb_megatron.trainer.source import demonstration_sample, load_tokenizer, read_prompts
 from otb_megatron.trainer.validate import validate_model
 from otb_megatron.types import Trajectories, UserError
-from otb_megatron.weights.files import Checkpoint, checksum
+from otb_megatron.weights.architectures import load_model
+from otb_megatron.weights.files import CHECKSUMS, Checkpoint, checksum
 
 _COMPARED_SAMPLES = 32
+_ROOM = 1.1  # times the weights: a layer's experts are copied while transformers joins them, and logits are wanted
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What of an export `verify` has compared with its checkpoint, and found alike."""
+
+    num_tensors: int  # by their names
+    num_files: int  # with their checksums; 0 where there is no list of them
+    needed_bytes: int  # of host memory for the model in transformers
+    free_bytes: int
+    difference: float | None = None  # the largest of a token's log-prob; None where it is not computed, for lack of memory
+
+    @property
+    def has_room(self) -> bool:
+        """Whether transformers can load the model."""
+        return self.needed_bytes <= self.free_bytes
 
 
 def import_model(config: Config) -> Path | None:
@@ -72,18 +95,24 @@ def export(config: Config, directory: Path | None, model_dir: Path) -> bool:
         stop_parallel()
 
 
-def verify(config: Config, directory: Path | None, model_dir: Path) -> float | None:
-    """The largest difference of a token's log-prob between a checkpoint in Megatron and `model_dir` in transformers.
+def verify(config: Config, directory: Path | None, model_dir: Path) -> Comparison | None:
+    """Compares `model_dir` with a checkpoint: files with their checksums, config.json and tensors' names with the model's, and log-probs.
 
-    The files are compared with their checksums first, and the tensors' names with the model's. The difference is taken over demonstrations
-    of `data.train` (text they never need to answer well), at `rollout.temperature`. None on ranks that do not compare.
+    The difference is that of a token's log-prob in Megatron and in transformers, over demonstrations of `data.train` (text they never need to
+    answer well), at `rollout.temperature`. It takes the whole model in the host memory of the first rank; where that lacks, it is left out.
+
+    Returns:
+        What was compared, on the rank that compares; None on the others.
 
     Raises:
-        UserError: if it is above 1e-4 for float32 models or 0.1 for bfloat16 ones; a file is damaged, a tensor missing or unknown.
+        UserError: the difference is above 1e-4 for float32 models or 0.1 for bfloat16 ones; a file is damaged, a tensor missing or unknown;
+            config.json is unreadable or another model's; there is neither memory for log-probs nor a list of checksums.
     """
     model, driver, _ = _restore(config, directory)
     try:
-        driver.run("checking the exported files", lambda: _check_files(model, model_dir))
+        found = driver.share("the comparison of files", driver.run("checking the exported files", lambda: _check_files(model, model_dir)))
+        if not found.has_room:
+            return found if driver.is_driver else None
         trajectories = driver.run("reading the text to compare on", lambda: _demonstrations(config))
         batch = distribute(trajectories, config, model.parallel, driver)
         head = StatisticsHead(model.hf.vocab_size, config.rollout.temperature)
@@ -97,7 +126,7 @@ def verify(config: Config, directory: Path | None, model_dir: Path) -> float | N
     tolerance = 1e-4 if config.model.dtype == "float32" else 0.1
     if not difference <= tolerance:
         raise UserError(f"{model_dir} differs from the checkpoint by {difference:.2e} in a log-prob (at most {tolerance} is rounding); export it again")
-    return difference
+    return dataclasses.replace(found, difference=difference)
 
 
 def _restore(config: Config, directory: Path | None) -> tuple[Model, Driver, Path]:
@@ -123,10 +152,27 @@ def _check_empty(root: Path) -> None:
         raise UserError(f"{found} is there already; set trainer.output_dir to a directory without checkpoints")
 
 
-def _check_files(model: Model, model_dir: Path) -> None:
+def _check_files(model: Model, model_dir: Path) -> Comparison:
     files = Checkpoint(model_dir)
-    files.check()
-    check_names(model, files)
+    num_files = files.check()
+    _check_config(model, model_dir)
+    names = check_names(model, files)
+    num_bytes = sum(math.prod(files.shape(name)) for name in names) * model.config.params_dtype.itemsize
+    found = Comparison(len(names), num_files, int(_ROOM * num_bytes), psutil.virtual_memory().available)
+    if not found.has_room and num_files == 0:
+        raise UserError(
+            f"{model_dir} has no {CHECKSUMS}, and log-probs take {found.needed_bytes / 2**30:.1f} GiB of host memory, of which "
+            f"{found.free_bytes / 2**30:.1f} GiB are free; export it again, or verify it on a machine with more memory"
+        )
+    return found
+
+
+def _check_config(model: Model, model_dir: Path) -> None:
+    own, exported = model.hf.identity, load_model(model_dir, "--model-dir", find_bridge).identity
+    keys = sorted(own.keys() | exported.keys())
+    differences = [f"{key} is {exported.get(key)!r} instead of {own.get(key)!r}" for key in keys if exported.get(key) != own.get(key)]
+    if differences:
+        raise UserError(f"{model_dir / 'config.json'} is not that of the checkpoint's model: {'; '.join(differences)}; export it again")
 
 
 def _demonstrations(config: Config) -> Trajectories:
@@ -138,7 +184,10 @@ def _demonstrations(config: Config) -> Trajectories:
 @torch.no_grad()
 def _transformers_log_prob(model_dir: Path, model: Model, trajectories: Trajectories, temperature: float) -> Tensor:
     """[actions] log-probs, one unpadded sample at a time."""
-    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=model.config.params_dtype).eval()
+    try:
+        reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=model.config.params_dtype).eval()
+    except Exception as error:  # of many kinds: what is wrong with each file has its own
+        raise UserError(f"transformers cannot load {model_dir}: {type(error).__name__}: {' '.join(str(error).split())}; export it again") from error
     found = []
     bounds = zip(trajectories.token_offsets, trajectories.token_offsets[1:], trajectories.action_offsets, trajectories.action_offsets[1:], strict=False)
     for first, last, first_action, last_action in bounds:
