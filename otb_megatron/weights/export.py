@@ -31,10 +31,11 @@ _PROGRESS = "progress.json"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
 _CARRIED = (
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja chat_template.json "
-    "vocab.json merges.txt added_tokens.json tokenizer.model"
+    "vocab.json vocab.txt merges.txt added_tokens.json tokenizer.model tekken.json"
 ).split()
+_TEMPLATES = "additional_chat_templates"  # a directory of chat templates by name
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
-_WRITTEN = {"config.json", INDEX, CHECKSUMS, *_CARRIED}  # beside the weights
+_WRITTEN = {"config.json", INDEX, CHECKSUMS, *_CARRIED, f"{_TEMPLATES}/"}  # beside the weights
 _NUM_NAMED = 5  # of the files that are in the way
 
 
@@ -135,10 +136,13 @@ class Export:
             weight_map = {name: file for file, group in self._files.items() for name, _, _ in group}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             (self._partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        for name in _CARRIED:
-            if (self._source / name).is_file():
-                shutil.copy(self._source / name, self._partial / name)
+        for path in (*(self._source / name for name in _CARRIED), *(self._source / _TEMPLATES).glob("*.jinja")):
+            if path.is_file():
+                copy = self._partial / path.relative_to(self._source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)  # not the mode: one that cannot be written could not be copied again
         config = json.loads((self._source / "config.json").read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}
+        config.pop("torch_dtype", None)  # its name before transformers 5
         if config.get("num_nextn_predict_layers"):
             config["num_nextn_predict_layers"] = 0  # layers that draft further tokens are not trained and not written
         (self._partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -182,6 +186,7 @@ def _check_replaceable(place: Path, source: Path) -> None:
 def _foreign(place: Path) -> list[str]:
     """Names of what no export wrote into `place`: all of it, unless one has left its checksums or, interrupted, its progress there."""
     names = {path.name + "/" * path.is_dir() for path in place.iterdir()}
+    names |= {f"{_TEMPLATES}/{path.name}" for path in (place / _TEMPLATES).glob("*") if path.is_dir() or path.suffix != ".jinja"}
     if names <= {_PROGRESS + ".partial"}:
         return []
     if _progress(place) is None:

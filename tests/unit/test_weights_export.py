@@ -75,6 +75,37 @@ def test_the_checksums_are_those_of_the_files(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "out").check()
 
 
+def test_all_of_the_tokenizer_and_its_templates_come_along(tmp_path: Path) -> None:
+    """And nothing else. An export with them can be replaced by one without, and their modes do not matter."""
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    model = tmp_path / "model"
+    carried = ["added_tokens.json", "additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json"]
+    carried += ["merges.txt", "special_tokens_map.json", "tekken.json", "tokenizer.model", "vocab.json", "vocab.txt"]
+    (model / "additional_chat_templates").mkdir()
+    for name in (*carried, "additional_chat_templates/notes.txt", "notes.txt"):
+        (model / name).write_text(f"of {name}")
+        (model / name).chmod(0o444)
+    export(tmp_path, tensors).write(tensors.items())
+    found = contents(tmp_path / "out")
+    own = {path.name for path in model.iterdir() if path.is_file() and path.name not in ("model.safetensors", "notes.txt")}
+    assert {name for name in found if "safetensors" not in name and name != "XXH128SUMS"} == own | set(carried)
+    assert all(found[name] == f"of {name}".encode() for name in carried)
+    assert all(path.stat().st_mode & 0o200 for path in (tmp_path / "out").rglob("*"))
+    for name in carried:
+        (model / name).unlink()
+    export(tmp_path, tensors).write(tensors.items())
+    assert not contents(tmp_path / "out").keys() & set(carried)
+
+
+def test_the_configuration_has_one_dtype(tmp_path: Path) -> None:
+    tensors = make_model(tmp_path / "model", "qwen3").state_dict()
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "bfloat16", "dtype": "float16"}))
+    export(tmp_path, tensors).write(tensors.items())
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["dtype"] == "float32" and "torch_dtype" not in exported
+
+
 class Killed(BaseException):
     """Stands for the end of the process: nothing that handles errors sees it."""
 
@@ -203,6 +234,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file": (add("notes.txt"), "notes.txt"),
     "an adapter": (add("adapter/a.safetensors"), "adapter/"),
     "a training checkpoint": (add("checkpoints/latest"), "checkpoints/"),
+    "beside the templates": (add("additional_chat_templates/notes.txt"), "additional_chat_templates/notes.txt"),
     "weights of another name": (add("consolidated.safetensors"), "consolidated.safetensors"),
     "not an export": (unmark, "chat_template.jinja|model-00001-of-"),
 }
