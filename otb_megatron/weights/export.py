@@ -147,9 +147,10 @@ class Export:
             config["num_nextn_predict_layers"] = 0  # layers that draft further tokens are not trained and not written
         (self._partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         (self._partial / CHECKSUMS).write_text("".join(f"{digest}  {file}\n" for file, digest in self._digests.items()))
-        (self._partial / _PROGRESS).unlink()
         for path in (*self._partial.rglob("*"), self._partial):
             sync(path)
+        (self._partial / _PROGRESS).unlink()  # only now: what is left by a power failure is always known by the one or the other list
+        sync(self._partial)
         self._take_place()
 
     def _take_place(self) -> None:

@@ -335,11 +335,11 @@ def test_a_finished_file_that_was_damaged_is_written_again(tmp_path: Path, damag
 
 
 def test_what_it_calls_finished_has_reached_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file as it is when the progress that names it, or the directory's name, appears; and then that name itself."""
+    """Each file as it is when the progress that names it appears, when that goes, and when the directory's name appears; then that name itself."""
     tensors = make_model(tmp_path / "model", "qwen3").state_dict()
     on_disk: dict[int, int] = {}  # inode -> bytes
     noted = []
-    fsync, replace, rename = os.fsync, os.replace, Path.rename
+    fsync, replace, rename, unlink = os.fsync, os.replace, Path.rename, Path.unlink
 
     def synced(path: Path) -> bool:
         return on_disk.get(path.stat().st_ino) == path.stat().st_size
@@ -354,6 +354,11 @@ def test_what_it_calls_finished_has_reached_the_disk(tmp_path: Path, monkeypatch
         assert synced(temporary) and all(synced(path.parent / file) for file in files)
         replace(temporary, path)
 
+    def watch_unlink(path: Path, missing_ok: bool = False) -> None:
+        assert path.name == "progress.json" and all(map(synced, (path.parent, *path.parent.iterdir())))
+        on_disk.pop(path.parent.stat().st_ino)
+        unlink(path, missing_ok)
+
     def watch_rename(path: Path, target: Path) -> Path:
         assert all(map(synced, (path, *path.iterdir())))
         on_disk.pop(path.parent.stat().st_ino, None)
@@ -362,6 +367,7 @@ def test_what_it_calls_finished_has_reached_the_disk(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "fsync", watch_fsync)
     monkeypatch.setattr(os, "replace", watch_replace)
     monkeypatch.setattr(Path, "rename", watch_rename)
+    monkeypatch.setattr(Path, "unlink", watch_unlink)
     export(tmp_path, tensors).write(tensors.items())
     assert noted == list(range(len(list((tmp_path / "out").glob("*.safetensors"))) + 1))
     assert synced(tmp_path)
