@@ -1,7 +1,7 @@
 """Training checkpoints through Megatron's dist_checkpointing, written so that a reader never sees half of one.
 
-    <root>/step_00000040/   a directory a network (`policy`, `critic`) with model, optimizer and schedule in Megatron's format,
-                            state.json of the driver, checksums.json of every file
+    <root>/step_00000040/   a directory a network (`policy`, `critic`) with model, optimizer and schedule in Megatron's format (of an
+                            import the policy's model alone), state.json of the driver, checksums.json of every file
     <root>/best             the name of the checkpoint with the highest held-out accuracy, where one is kept
     <root>/latest           the name of the newest complete checkpoint; moves last
 
@@ -41,6 +41,7 @@ from otb_megatron.weights.files import read_object
 FORMAT_VERSION = 1  # of the directory as a whole; goes up when a program of an older version could not continue from it
 
 _BYTES_PER_PARAMETER = 16  # float32 master weight and two moments, and the weight itself, rounded up
+_BYTES_PER_WEIGHT = 4  # alone; rounded up too
 _STATE_FILE = "state.json"
 _STEP_NAME = re.compile(r"step_\d{8}")  # of a whole checkpoint
 _FIRST = "latest.partial"  # names the first checkpoint before it is there, so that it is found if the run is killed before `latest` is; then becomes `latest`
@@ -139,16 +140,17 @@ def check_model(directory: Path, model: dict[str, Any], hf: HuggingFaceModel) ->
         )
 
 
-def begin(root: Path, step: int, num_parameters: dict[str, int]) -> None:
+def begin(root: Path, step: int, num_parameters: dict[str, int], *, weights_only: bool = False) -> None:
     """Makes room for the checkpoint of `step` and removes what an interrupted one left. On the driver; not collective.
 
     Args:
         num_parameters: of each whole network, by name.
+        weights_only: it will hold no optimizer.
 
     Raises:
         UserError: it cannot fit (naming what is needed and what is free; nothing was made), or `root` cannot be written.
     """
-    needed = sum(num_parameters.values()) * _BYTES_PER_PARAMETER
+    needed = sum(num_parameters.values()) * (_BYTES_PER_WEIGHT if weights_only else _BYTES_PER_PARAMETER)
     try:
         for left in root.glob(".step_*.partial"):
             shutil.rmtree(left, ignore_errors=True)
@@ -226,11 +228,11 @@ class Writing:
             self._files = error
 
 
-def write(root: Path, step: int, networks: dict[str, tuple[Model, Optimizer]], *, in_background: bool = False) -> Writing:
+def write(root: Path, step: int, networks: dict[str, tuple[Model, Optimizer | None]], *, in_background: bool = False) -> Writing:
     """Writes the tensors beside the earlier checkpoints. Collective over the world.
 
     Args:
-        networks: those that `begin` was told of.
+        networks: those that `begin` was told of, each with its optimizer, or None to write its weights only.
         in_background: copy the tensors to host memory and return; the caller may train on, and calls `finish` when all ranks
             have written, or must have.
 

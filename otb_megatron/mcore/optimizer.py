@@ -75,8 +75,8 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def _create_moments(optimizer: MegatronOptimizer) -> None:
     """Gives every parameter Adam's moments of step 0, as its first update would.
 
-    Megatron-Core saves the moments that exist and loads all of them: a checkpoint from before the first update, an imported one or a
-    policy's during the critic's warm-up, could not be loaded. The optimizer on two devices (`optimizer_offload_fraction`) makes its
+    Megatron-Core saves the moments that exist and loads all of them: a checkpoint from before the first update, as of the policy during
+    the critic's warm-up, could not be loaded. The optimizer on two devices (`optimizer_offload_fraction`) makes its
     moments by an update that moves the weights, and offers nothing else; it is left alone.
     """
     for part in _parts(optimizer):

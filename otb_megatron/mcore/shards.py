@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,10 +69,13 @@ def check_names(model: Model, checkpoint: Checkpoint) -> set[str]:
     return expected
 
 
-def load_weights(model: Model, checkpoint: Checkpoint) -> None:
+def load_weights(model: Model, checkpoint: Checkpoint, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
     """Fills this rank's parameters from a Hugging Face checkpoint, reading only what belongs to this rank.
 
     The value layer of a critic whose checkpoint has none stays as it is.
+
+    Args:
+        progress: called with the bytes done, of `num_local_bytes`, after each parameter.
 
     Raises:
         UserError: all missing and unused tensors of the whole model at once, or all of this rank's that have another shape, hold values that are
@@ -79,6 +83,7 @@ def load_weights(model: Model, checkpoint: Checkpoint) -> None:
     """
     expected = check_names(model, checkpoint)
     faults: dict[str, None] = {}  # in order; each expert finds what is wrong with a tensor of all experts
+    done = 0
     by_name = {rule.megatron: rule for rule in model.rules}
     for name, parameter in _named_state(model).items():
         rule = by_name[name]
@@ -88,6 +93,8 @@ def load_weights(model: Model, checkpoint: Checkpoint) -> None:
             _fill(parameter, checkpoint, rule, *_shard_place(model, rule))
         except UserError as error:
             faults[str(error)] = None
+        done += parameter.nbytes
+        progress(done)
     if faults:
         raise _weight_error(checkpoint, list(faults))
 
@@ -110,6 +117,11 @@ def _hf_shapes(rule: Rule, shard: tuple[int, ...], size: int) -> list[tuple[int,
     whole = rule.layout.unshard([torch.empty(shard, device="meta")] * size)
     stacked = () if rule.stack is None else (rule.stack.size,)
     return [stacked + tuple(part.shape) for part in rule.layout.to_hf(whole)]
+
+
+def num_local_bytes(model: Model) -> int:
+    """Size of this rank's part of the weights."""
+    return sum(tensor.nbytes for tensor in _named_state(model).values())
 
 
 def _read_shard(checkpoint: Checkpoint, rule: Rule, size: int, rank: int) -> Tensor:
@@ -168,6 +180,11 @@ class FullWeights:
             ]
             described += [(name, part.dtype, tuple(part.shape)) for name, part in zip(rules[0].hf, _to_hf(rules, shards), strict=True)]
         return described
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model. On rank 0; 0 elsewhere."""
+        return sum(math.prod(shape) for _, _, shape in self.metadata()) if self._parallel.is_driver else 0
 
     def tensors(self, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors from number `first` on, on rank 0; on other ranks it yields nothing and takes part. `first` is the same on all."""

@@ -22,11 +22,12 @@ from otb_megatron.mcore.checksums import CHECKSUMS_FILE
 from otb_megatron.mcore.head import StatisticsHead
 from otb_megatron.mcore.model import Model, build_model, whole_on_one_rank
 from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel, world
-from otb_megatron.mcore.shards import FullWeights, check_names
+from otb_megatron.mcore.shards import FullWeights, check_names, load_weights, num_local_bytes
 from otb_megatron.mcore.step import evaluate
+from otb_megatron.telemetry.console import Countdown
 from otb_megatron.trainer.batch import distribute, gather_statistics
 from otb_megatron.trainer.driver import Driver, found_by_all
-from otb_megatron.trainer.learner import Learner, export_weights, restore
+from otb_megatron.trainer.learner import complete_save, export_weights, restore
 from otb_megatron.trainer.source import demonstration_sample, load_tokenizer, read_prompts
 from otb_megatron.trainer.validate import validate_model
 from otb_megatron.types import Trajectories, UserError
@@ -54,9 +55,10 @@ class Comparison:
 
 
 def import_model(config: Config) -> Path | None:
-    """Writes `model.path` as the checkpoint of step 0 in `trainer.output_dir`, in the layout of the `parallel` section.
+    """Writes the weights of `model.path` as the checkpoint of step 0 in `trainer.output_dir`, in the layout of the `parallel` section.
 
-    Training that finds it there starts from it, as it would from `model.path`. Each rank reads its part of the weights alone.
+    Training that finds it there starts from it in any layout, as it would from `model.path`, with an optimizer (and a critic) of its own.
+    Each rank reads its part of the weights alone, and holds no more than that and what one parameter is joined from.
 
     Returns:
         The checkpoint's directory, on the rank that tells; None elsewhere.
@@ -66,15 +68,25 @@ def import_model(config: Config) -> Path | None:
     """
     rank, world_size = world()
     with found_by_all(rank):
-        hf = validate_model(config, world_size, with_critic=True)
+        hf = validate_model(config, world_size)
     root = config.trainer.output_dir / "checkpoints"
     parallel = start_parallel(config.parallel, seed=config.trainer.seed, deadline_s=config.trainer.deadline_s)
     try:
         driver = Driver(parallel)
         driver.run("looking for checkpoints", lambda: _check_empty(root))
         driver.run("comparing checksums", Checkpoint(hf.path).check)
-        learner = Learner(config, "train", hf, parallel, driver)
-        learner.complete_save(learner.start_save(0), {"step": 0, "networks": learner.identity}, is_best=False)
+        model = build_model(config, hf, parallel)
+        countdown = Countdown("MiB", num_local_bytes(model) >> 20) if config.telemetry.progress and driver.is_driver else None
+
+        def show(num_bytes: int) -> None:
+            if countdown is not None:
+                countdown.update(num_bytes >> 20)
+
+        driver.together("loading the weights", lambda: load_weights(model, Checkpoint(hf.path), show))
+        sizes = {"policy": FullWeights(model).num_parameters}
+        driver.run("making room for a checkpoint", lambda: checkpoint.begin(root, 0, sizes, weights_only=True))
+        state = {"step": 0, "weights_only": True, "networks": {"policy": {"model": checkpoint.identity(hf)}}}
+        complete_save(root, checkpoint.write(root, 0, {"policy": (model, None)}), state, driver, keep_last=config.checkpoint.keep_last)
         return checkpoint.latest(root) if driver.is_driver else None
     finally:
         stop_parallel()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,21 +56,20 @@ class Network:
             merged.merge(of_rank)
         return merged
 
-    @property
-    def num_parameters(self) -> int:
-        """Of the whole model. On the driver; 0 elsewhere."""
-        return sum(math.prod(shape) for _, _, shape in self.weights.metadata()) if self._driver.is_driver else 0
-
 
 class Learner:
     """The policy and, where the estimator needs values, a critic. Every method but `close` is collective over the world."""
 
-    def __init__(self, config: Config, task: Task, hf: HuggingFaceModel, parallel: Parallel, driver: Driver) -> None:
+    def __init__(self, config: Config, task: Task, hf: HuggingFaceModel, parallel: Parallel, driver: Driver, imported: Path | None = None) -> None:
+        """`imported`: the checkpoint of an import, to take the policy's weights from instead of from `hf`'s directory."""
         self._config, self._driver = config, driver
         # Demonstrations are not sampled: their likelihood is that of the plain softmax.
         objective = PolicyObjective.of(config) if task == "train" else dataclasses.replace(PolicyObjective.of(config), temperature=1.0)
         self.model = build_model(config, hf, parallel)
-        driver.together("loading the weights", lambda: load_weights(self.model, Checkpoint(hf.path)))
+        if imported is None:
+            driver.together("loading the weights", lambda: load_weights(self.model, Checkpoint(hf.path)))
+        else:  # before an optimizer is built around them: it copies them
+            restore(imported, {"policy": (self.model, None)}, driver)
         self._reference = ReferenceWeights(self.model) if config.algorithm.kl_coef or config.algorithm.reward_kl else None
         networks = trained_networks(config, task)
         self._policy = Network(self.model, networks["policy"], objective, driver)
@@ -129,21 +127,14 @@ class Learner:
 
     def start_save(self, step: int) -> checkpoint.Writing:
         """Writes the tensors of every network, or starts to with `checkpoint.async_save`. The checkpoint before must be complete."""
-        sizes = {name: network.num_parameters for name, network in self.networks.items()}
+        sizes = {name: network.weights.num_parameters for name, network in self.networks.items()}
         self._driver.run("making room for a checkpoint", lambda: checkpoint.begin(self.checkpoints, step, sizes))
         networks = {name: (network.model, network.optimizer) for name, network in self.networks.items()}
         return checkpoint.write(self.checkpoints, step, networks, in_background=self._config.checkpoint.async_save)
 
     def complete_save(self, writing: checkpoint.Writing, state: dict[str, Any], *, is_best: bool) -> None:
         """Waits for the tensors and makes the checkpoint the latest; `state` is the driver's at the time of `start_save`."""
-        writing.finish()
-        found = self._driver.gather("the checksums", self._driver.together("writing a checkpoint", writing.checksums))
-        files = {name: checksum for of_rank in found for name, checksum in of_rank.items()}
-        keep_last = self._config.checkpoint.keep_last
-        self._driver.run(
-            "completing a checkpoint",
-            lambda: checkpoint.complete(self.checkpoints, writing.step, state, files, keep_last=keep_last, is_best=is_best),
-        )
+        complete_save(self.checkpoints, writing, state, self._driver, keep_last=self._config.checkpoint.keep_last, is_best=is_best)
 
     def restore(self, directory: Path) -> None:
         """Continues from a checkpoint."""
@@ -157,6 +148,14 @@ class Learner:
     def export(self, directory: Path) -> None:
         """Writes the policy as a Hugging Face model directory."""
         export_weights(self.weights, self._driver, self.model.hf.path, directory)
+
+
+def complete_save(root: Path, writing: checkpoint.Writing, state: dict[str, Any], driver: Driver, *, keep_last: int, is_best: bool = False) -> None:
+    """Waits for the tensors on all ranks and makes the checkpoint the latest; arguments as for `checkpoint.complete`. Collective over the world."""
+    writing.finish()
+    found = driver.gather("the checksums", driver.together("writing a checkpoint", writing.checksums))
+    files = {name: checksum for of_rank in found for name, checksum in of_rank.items()}
+    driver.run("completing a checkpoint", lambda: checkpoint.complete(root, writing.step, state, files, keep_last=keep_last, is_best=is_best))
 
 
 def restore(directory: Path, networks: dict[str, tuple[Model, Optimizer | None]], driver: Driver) -> None:

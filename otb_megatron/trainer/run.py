@@ -54,9 +54,10 @@ class Run:
             resume_from = self.driver.share("the checkpoint to resume from", self.driver.run("looking for a checkpoint", lambda: self._resume_from(hf)))
             state: dict[str, Any] = checkpoint.read_state(resume_from) if resume_from else {}
             self.first_step = state.get("step", 0) + 1
-            self.learner = Learner(config, task, hf, self.parallel, self.driver)
+            imported = resume_from if "weights_only" in state else None
+            self.learner = Learner(config, task, hf, self.parallel, self.driver, imported)
             self._open.callback(self.learner.close)
-            if resume_from is not None:
+            if resume_from is not None and imported is None:
                 self.learner.restore(resume_from)
             self.driver.run("starting the rollout engines", lambda: self._start_driver(state, prompts))  # type: ignore[arg-type]
             self.has_engines = self.driver.share("whether engines run", self.engines is not None)
@@ -100,6 +101,9 @@ class Run:
         if "task" in state and state["task"] != self.task:
             raise UserError(f"{directory} is a checkpoint of `{state['task']}`, not of `{self.task}`; set another trainer.output_dir")
         networks = trained_networks(config, self.task)
+        if "weights_only" in state:  # an import: optimizers, and the critic where there is one, start anew
+            checkpoint.check_model(directory, state["networks"]["policy"]["model"], hf)
+            return directory
         if state["networks"].keys() != networks.keys():
             raise UserError(
                 f"{directory} holds {' and '.join(state['networks'])}, and algorithm.advantage={config.algorithm.advantage} trains {' and '.join(networks)}; "

@@ -72,19 +72,14 @@ def validate(config: Config, task: Task, world_size: int) -> HuggingFaceModel:
     return model
 
 
-def validate_model(config: Config, world_size: int, *, with_critic: bool = False) -> HuggingFaceModel:
+def validate_model(config: Config, world_size: int) -> HuggingFaceModel:
     """Checks that the processes can hold the model that `config.model.path` names, and returns it. What a conversion needs of `validate`.
-
-    Args:
-        with_critic: check also the critic that `train` would have.
 
     Raises:
         UserError: all faults at once, each with its remedy.
     """
     faults: list[str] = []
     model = _load_model(faults, config, world_size)
-    if with_critic:
-        collect(faults, lambda: _check_critic(config, "train", model))
     if faults:
         raise UserError("\n".join(faults))
     assert model is not None

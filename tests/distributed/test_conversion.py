@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import load_tensors_metadata
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from otb_megatron.config import validate as validate_config
+from otb_megatron.mcore.checksums import checksums
 from otb_megatron.mcore.model import build_model
 from otb_megatron.mcore.parallel import start_parallel, stop_parallel
 from otb_megatron.mcore.shards import FullWeights, load_weights
@@ -19,7 +21,7 @@ from otb_megatron.trainer.conversion import export, import_model
 from otb_megatron.types import UserError
 from otb_megatron.weights.architectures import load_model
 from otb_megatron.weights.files import Checkpoint
-from tests.distributed.launcher import run_ranks
+from tests.distributed.launcher import RanksFailed, run_ranks
 from tests.distributed.training import largest_difference, record_samples, settings, train
 from tests.models import VOCAB_SIZE, make_model
 
@@ -32,13 +34,17 @@ def _export(rank: int, world_size: int, values: dict[str, Any], directory: Path)
     return export(validate_config(values, "test"), None, directory)
 
 
-def test_training_from_an_imported_model_equals_training_from_hugging_face(tmp_path: Path) -> None:
-    """Imported at PP2, trained at TP2, bit for bit. The import exports what came in, too, at a third layout."""
+@pytest.mark.parametrize("algorithm", [{}, {"advantage": "gae", "kl_coef": 0.1}])
+def test_training_from_an_imported_model_equals_training_from_hugging_face(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    """Imported at PP2, trained at TP2, bit for bit: also with a critic and a reference, of which the import holds nothing.
+
+    The import exports what came in, too, at a third layout.
+    """
     make_model(tmp_path / "model", "qwen3")
     record_samples(tmp_path / "rollouts", vocab_size=VOCAB_SIZE)
 
     def run(name: str, **parallel: int) -> dict[str, Any]:
-        values = settings(tmp_path / "model", tmp_path, parallel=parallel)
+        values = settings(tmp_path / "model", tmp_path, parallel=parallel, algorithm=algorithm)
         return values | {"trainer": values["trainer"] | {"output_dir": str(tmp_path / name)}}
 
     written = run_ranks(_import, 2, run("imported", pipeline_model_parallel_size=2), timeout_s=120)
@@ -47,9 +53,13 @@ def test_training_from_an_imported_model_equals_training_from_hugging_face(tmp_p
     original = load_file(tmp_path / "model" / "model.safetensors")
     exported = Checkpoint(tmp_path / "export")
     assert exported.names == original.keys() and all(torch.equal(exported.get(name), tensor) for name, tensor in original.items())
+    assert [path.name for path in written[0].iterdir() if path.is_dir()] == ["policy"]
+    assert not [name for name in load_tensors_metadata(str(written[0] / "policy")) if name.startswith("optimizer")]
 
     direct, imported = train(run("direct", tensor_model_parallel_size=2), 2), train(run("imported", tensor_model_parallel_size=2), 2)
-    assert all(torch.equal(direct.weights[name], imported.weights[name]) for name in direct.weights)
+    for ours, theirs in ((imported.weights, direct.weights), (imported.critic, direct.critic)):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert bool(direct.critic) == bool(algorithm)
     assert any(not torch.equal(direct.weights[name], original[name]) for name in original)
     untimed = [[{k: v for k, v in step.items() if not k.startswith("time/")} for step in outcome.metrics] for outcome in (direct, imported)]
     assert untimed[0] == untimed[1]
@@ -60,7 +70,10 @@ def test_training_from_an_imported_model_equals_training_from_hugging_face(tmp_p
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_imported_model_continues_in_every_optimizer(tmp_path: Path, dtype: str, distributed: bool) -> None:
-    """Adam has not stepped when the import is saved: its moments are zeros and its step is 0, so the first steps are those of a new run."""
+    """The import holds no Adam: its master weights are made of the imported ones and its moments are zeros, so the first steps are those of a new run.
+
+    Other weights lie in `model.path` by then, which nobody reads.
+    """
     make_model(tmp_path / "model", "qwen3_tied")
     record_samples(tmp_path / "rollouts", vocab_size=VOCAB_SIZE)
 
@@ -70,21 +83,27 @@ def test_an_imported_model_continues_in_every_optimizer(tmp_path: Path, dtype: s
         return values | {"trainer": values["trainer"] | {"output_dir": str(tmp_path / name), "num_steps": 2}}
 
     run_ranks(_import, 1, run("imported"), timeout_s=120)
-    direct, imported = train(run("direct"), 1), train(run("imported"), 1)
+    direct = train(run("direct"), 1)
+    make_model(tmp_path / "model", "qwen3_tied", seed=1)
+    imported = train(run("imported"), 1)
     assert largest_difference(imported.weights, direct.weights) == 0.0
     assert [step["optimizer/grad_norm"] for step in direct.metrics] == [step["optimizer/grad_norm"] for step in imported.metrics]
 
 
-def test_an_import_refuses_a_critic_that_train_would_refuse(tmp_path: Path) -> None:
-    """One whose config.json has another vocabulary; nothing is read or written."""
+def test_an_optimizer_that_is_lost_is_not_taken_for_an_import(tmp_path: Path) -> None:
+    """A checkpoint that does not say that it holds weights only ends the run, if it holds nothing else."""
     make_model(tmp_path / "model", "qwen3_tied")
-    make_model(tmp_path / "critic", "qwen3_tied")
-    config = json.loads((tmp_path / "critic" / "config.json").read_text())
-    (tmp_path / "critic" / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE + 8}))
-    values = settings(tmp_path / "model", tmp_path, algorithm={"advantage": "gae"}, critic={"path": str(tmp_path / "critic")})
-    with pytest.raises(UserError, match=f"has a vocabulary of {VOCAB_SIZE + 8} and model.path=.* one of {VOCAB_SIZE}"):
-        import_model(validate_config(values, "test"))
-    assert not (tmp_path / "run").exists()
+    record_samples(tmp_path / "rollouts", vocab_size=VOCAB_SIZE)
+    values = settings(tmp_path / "model", tmp_path)
+    (directory,) = run_ranks(_import, 1, values, timeout_s=120)
+    state = json.loads((directory / "state.json").read_text())
+    assert state.pop("weights_only") is True
+    state["networks"]["policy"]["use_distributed_optimizer"] = True
+    (directory / "state.json").write_text(json.dumps(state))
+    files = json.loads((directory / "checksums.json").read_text()) | checksums(directory, [directory / "state.json"])
+    (directory / "checksums.json").write_text(json.dumps(files))
+    with pytest.raises(RanksFailed, match=r"cannot load the checkpoint .*step_00000000/policy: .*optimizer"):
+        train(values, 1)
 
 
 def _refused(rank: int, world_size: int, values: dict[str, Any]) -> str:
