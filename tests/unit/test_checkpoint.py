@@ -92,7 +92,7 @@ def test_a_first_save_that_is_killed_leaves_what_continues(tmp_path: Path, monke
         return moved
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(checkpoint.os, "replace", unless_killed(os.replace))
+        patch.setattr(os, "replace", unless_killed(os.replace))
         patch.setattr(checkpoint.Path, "rename", unless_killed(Path.rename))
         _save(tmp_path, 7)
     assert not (tmp_path / "latest").exists()
@@ -139,7 +139,7 @@ def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path: 
         before.append(set(synced))
         return rename(source, target)
 
-    monkeypatch.setattr(checkpoint.os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "fsync", noted_sync)
     monkeypatch.setattr(checkpoint.Path, "rename", noted_rename)
     _save(tmp_path, 1)
     partial = tmp_path / ".step_00000001.partial"
