@@ -28,7 +28,7 @@ def padded_length(length: int, multiple: int) -> int:
 def schedule(lengths: Sequence[int], *, num_replicas: int, max_tokens: int, divisor: int = 1) -> list[list[list[int]]]:
     """Packs all samples of a step and deals the microbatches to the model replicas.
 
-    The cost of a sample of l tokens is taken as l (1 + l / ATTENTION_PARITY_TOKENS), which is proportional to its FLOPs.
+    The cost of a sample of l tokens is taken as l (l + ATTENTION_PARITY_TOKENS), which is proportional to its FLOPs and adds without rounding.
 
     What holds for every input:
     - each sample is in exactly one microbatch;
@@ -53,7 +53,7 @@ def schedule(lengths: Sequence[int], *, num_replicas: int, max_tokens: int, divi
         raise ValueError("every sample has at least one token")
     fitting = _best_fit(lengths, max_tokens)
     num_microbatches = padded_length(max(len(fitting), 1), num_replicas * divisor)
-    cost = [length * (1 + length / ATTENTION_PARITY_TOKENS) for length in lengths]
+    cost = [length * (length + ATTENTION_PARITY_TOKENS) for length in lengths]
     bins = _spread(cost, lengths, max_tokens, num_microbatches) or _spread(lengths, lengths, max_tokens, num_microbatches)
     if bins is None:  # so tight that only the packing that gave the number fits
         bins = fitting + [[] for _ in range(num_microbatches - len(fitting))]
@@ -76,7 +76,7 @@ def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return bins
 
 
-def _spread(weight: Sequence[float], lengths: Sequence[int], max_tokens: int, num_bins: int) -> list[list[int]] | None:
+def _spread(weight: Sequence[int], lengths: Sequence[int], max_tokens: int, num_bins: int) -> list[list[int]] | None:
     """Each sample, the heaviest first, goes to the lightest bin that has room for it; None when one finds no room."""
     oversized = [sample for sample, length in enumerate(lengths) if length > max_tokens]
     bins = [[sample] for sample in oversized] + [[] for _ in range(num_bins - len(oversized))]
@@ -95,12 +95,12 @@ def _spread(weight: Sequence[float], lengths: Sequence[int], max_tokens: int, nu
     return bins
 
 
-def _deal(bins: list[list[int]], cost: Sequence[float], num_replicas: int) -> list[list[list[int]]]:
+def _deal(bins: list[list[int]], cost: Sequence[int], num_replicas: int) -> list[list[list[int]]]:
     """Rounds of falling cost: in each, the replica with the least work so far takes the costliest of the `num_replicas` bins."""
     bin_cost = [sum(cost[sample] for sample in samples) for samples in bins]
     order = _heaviest_first(bin_cost)
     replicas: list[list[list[int]]] = [[] for _ in range(num_replicas)]
-    work = [0.0] * num_replicas
+    work = [0] * num_replicas
     for start in range(0, len(order), num_replicas):
         by_work = sorted(range(num_replicas), key=lambda replica: (work[replica], replica))
         for replica, index in zip(by_work, order[start : start + num_replicas], strict=True):
@@ -109,7 +109,7 @@ def _deal(bins: list[list[int]], cost: Sequence[float], num_replicas: int) -> li
     return replicas
 
 
-def _heaviest_first(weight: Sequence[float]) -> list[int]:
+def _heaviest_first(weight: Sequence[int]) -> list[int]:
     return sorted(range(len(weight)), key=lambda index: (-weight[index], index))
 
 

@@ -101,21 +101,21 @@ def read_state(directory: Path) -> dict[str, Any]:
         advice = "update, a newer version wrote it" if version > FORMAT_VERSION else "use the older version that wrote it"
         raise UserError(f"{directory} has format {version}, and this version reads format {FORMAT_VERSION}; {advice}")
     faults = [f"{name}={json.dumps(state.get(name))}" for name in ("format_version", "step") if type(state.get(name)) is not int]
-    if not _describes_networks(state.get("networks")):
+    if not _describes_networks(state.get("networks"), with_optimizers="weights_only" not in state):
         faults.append("networks without the model and the kind of optimizer of each")
     if faults:
         raise UserError(f"{path} is damaged, it has {' and '.join(faults)}; {remedy}")
     return state
 
 
-def _describes_networks(networks: Any) -> bool:
-    """Whether this holds `identity` and the kind of optimizer of each network of a run, which always trains a policy."""
+def _describes_networks(networks: Any, *, with_optimizers: bool) -> bool:
+    """Whether this holds `identity` and, unless only weights were saved, the kind of optimizer of each network; a policy is always there."""
     return (
         isinstance(networks, dict)
         and "policy" in networks
         and all(
             isinstance(network, dict)
-            and "use_distributed_optimizer" in network
+            and (not with_optimizers or "use_distributed_optimizer" in network)
             and isinstance(model := network.get("model"), dict)
             and isinstance(model.get("config"), dict)
             and "path" in model

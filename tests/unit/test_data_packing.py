@@ -14,8 +14,8 @@ from otb_megatron.data.packing import ATTENTION_PARITY_TOKENS, build_microbatch,
 from otb_megatron.types import Prompt, Response, Sample, Trajectories
 
 
-def cost(lengths: list[int], samples: list[int]) -> float:
-    return sum(lengths[s] + lengths[s] ** 2 / ATTENTION_PARITY_TOKENS for s in samples)
+def cost(lengths: list[int], samples: list[int]) -> int:
+    return sum(lengths[s] * ATTENTION_PARITY_TOKENS + lengths[s] ** 2 for s in samples)
 
 
 def log_normal_lengths(num: int, multiple: int) -> list[int]:
