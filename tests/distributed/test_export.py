@@ -157,7 +157,7 @@ def _set(**fields: Any) -> Callable[[Path], object]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "not JSON": (lambda config: config.write_text("{"), "config.json is not JSON"),
+    "not JSON": (lambda config: config.write_text("{"), "config.json: JSONDecodeError"),
     "missing": (Path.unlink, "no config.json there"),
     "another size": (_set(hidden_size=96), "config.json is not that of the checkpoint's model: hidden_size is 96 instead of 64; export it again"),
     "another type": (_set(model_type="qwen9"), "model_type 'qwen9' has no weight mapping"),
