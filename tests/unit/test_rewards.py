@@ -167,9 +167,14 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def test_scores_come_in_order_from_as_many_processes_as_asked_for(pool: RewardPool, log: Path) -> None:
-    batch = pool.score(pairs([""] * 300))
-    assert batch.rewards == [1000.0 + number for number in range(300)] and batch.failures == []
-    assert len({line.split()[1] for line in log.read_text().splitlines()}) == 2
+    processes: set[str] = set()
+    for _ in range(50):  # on a busy machine one process answers whole batches before the other has started
+        batch = pool.score(pairs([""] * 300))
+        assert batch.rewards == [1000.0 + number for number in range(300)] and batch.failures == []
+        processes |= {line.split()[1] for line in log.read_text().splitlines()}
+        if len(processes) > 1:
+            break
+    assert len(processes) == 2
     assert pool.score([]).rewards == []
 
 
