@@ -1,7 +1,7 @@
 """Advantage estimators against each other on the quickstart's task, over seeds and group sizes.
 
     python -m tools.experiments.estimators --output runs/estimators
-    python -m tools.experiments.estimators --output runs/estimators --clip-grad 0 --group-sizes 4
+    python -m tools.experiments.estimators --output runs/estimators --clip-grad 0 --group-sizes 4 32
 
 Every cell (seed, estimator, N) starts from its seed's warm start and trains on the same number of responses a step: N responses to
 each of responses/N prompts. One process holds the trainer, one engine serves the whole grid. Each finished cell is a line of
