@@ -249,13 +249,17 @@ def _convert(options: argparse.Namespace) -> None:
         found = verify(config, options.checkpoint, model_dir)
         if found is None:  # only the first rank compares
             return
-        checksums = f"{found.num_files} files fit their checksums" if found.num_files else f"no file was compared with a checksum: {model_dir} lists none"
+        checksums = _fitting(found.num_files) if found.num_files else f"no file was compared with a checksum: {model_dir} lists none"
         print(f"all {found.num_tensors} tensors are there; {checksums}")
         if found.difference is None:
             needed, free = found.needed_bytes / 2**30, found.free_bytes / 2**30
             print(f"log-probs were not compared: transformers needs {needed:.1f} GiB of host memory for the model, of which {free:.1f} GiB are free")
         else:
             print(f"largest difference of a log-prob between the checkpoint and {model_dir} in transformers: {found.difference:.2e}")
+
+
+def _fitting(num_files: int) -> str:
+    return "1 file fits its checksum" if num_files == 1 else f"{num_files} files fit their checksums"
 
 
 def _plan(options: argparse.Namespace) -> None:

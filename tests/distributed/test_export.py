@@ -126,7 +126,7 @@ def verified(exported: Exported, free_bytes: int | None = None, world_size: int 
 def test_what_was_compared_is_said(exported: Exported, world_size: int) -> None:
     status, printed = verified(exported, world_size=world_size)
     names, difference = printed.splitlines()[-2:]
-    assert status == 0 and names == f"all {len(Checkpoint(exported.directory).names)} tensors are there; 1 files fit their checksums"
+    assert status == 0 and names == f"all {len(Checkpoint(exported.directory).names)} tensors are there; 1 file fits its checksum"
     assert float(difference.rsplit(":", 1)[1]) < 1e-5
 
 
@@ -145,7 +145,7 @@ def test_a_model_that_does_not_fit_is_not_loaded(exported: Exported, world_size:
     status, printed = verified(exported, needed, world_size)
     assert status == 0 and "largest difference of a log-prob" in printed
     status, printed = verified(exported, needed - 1, world_size)
-    assert status == 0 and "1 files fit their checksums" in printed and "largest difference" not in printed
+    assert status == 0 and "1 file fits its checksum" in printed and "largest difference" not in printed
     assert printed.splitlines()[-1].startswith("log-probs were not compared: transformers needs 0.0 GiB")
     (exported.directory / "model.safetensors").write_bytes(b"")
     status, printed = verified(exported, needed - 1)
