@@ -144,9 +144,9 @@ def make_run(work: Path, num_steps: int) -> dict[str, Any]:
     }
 
 
-def complete(values: dict[str, Any], output_dir: Path, recording: Path | None, *, timeout_s: float) -> Outcome:
+def complete(values: dict[str, Any], output_dir: Path, recording: Path | None, *, real_engines: bool = False, timeout_s: float) -> Outcome:
     """Runs (or resumes) to the last step."""
-    with started(values, output_dir, recording, timeout_s=timeout_s) as (ranks, _):
+    with started(values, output_dir, recording, real_engines=real_engines, timeout_s=timeout_s) as (ranks, _):
         ranks.results()
     return Outcome(output_dir)
 
@@ -187,14 +187,19 @@ def stop_by_signal(values: dict[str, Any], output_dir: Path, recording: Path, nu
 def assert_same(killed: Outcome, whole: Outcome) -> None:
     """Metrics to the last digit, weights bit for bit, the same prompts in every step and each one exactly once an epoch."""
     assert killed.metrics == whole.metrics
-    assert whole.weights.names == killed.weights.names
-    for name in whole.weights.names:
-        assert torch.equal(whole.weights.get(name), killed.weights.get(name)), name
+    assert_same_weights(killed, whole)
     assert all(len(digests) == 1 for digests in killed.sent.values()), "a version was sent with different weights after a resume"
     assert killed.sent == whole.sent
     assert killed.best == whole.best
     assert killed.prompt_ids == whole.prompt_ids
     assert_visits_each_prompt_once(killed)
+
+
+def assert_same_weights(killed: Outcome, whole: Outcome) -> None:
+    """Bit for bit, in the exports."""
+    assert whole.weights.names == killed.weights.names
+    for name in whole.weights.names:
+        assert torch.equal(whole.weights.get(name), killed.weights.get(name)), name
 
 
 def assert_visits_each_prompt_once(outcome: Outcome) -> None:

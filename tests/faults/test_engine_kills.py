@@ -14,10 +14,19 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from otb_megatron.mcore import checkpoint
-from tests.distributed.killing import IN_BACKGROUND, Outcome, assert_visits_each_prompt_once, check_disk, make_run, place_of, started, wait_for
+from tests.distributed.killing import (
+    IN_BACKGROUND,
+    assert_same_weights,
+    assert_visits_each_prompt_once,
+    check_disk,
+    complete,
+    make_run,
+    place_of,
+    started,
+    wait_for,
+)
 from tests.distributed.launcher import Ranks, RanksFailed
 
 NUM_STEPS = 24
@@ -114,22 +123,17 @@ def test_kills_of_engines_driver_and_all_change_nothing(tmp_path: Path, capsys: 
     assert hits[:4] == ["all in rollout", "engine in rollout", "engine in weights", "driver in checkpoint"]
     assert hits[4] == "all in checkpoint" or hits[4].endswith(IN_BACKGROUND)
 
-    with started(values, killed, None, real_engines=True, timeout_s=2 * START_S) as (ranks, _):
-        ranks.results()
+    resumed = complete(values, killed, None, real_engines=True, timeout_s=2 * START_S)
     replay = values | {"rollout": values["rollout"] | {"save": False, "replay_dir": str(killed / "rollouts")}}
-    with started(replay, tmp_path / "whole", None, real_engines=True, timeout_s=120) as (ranks, _):
-        ranks.results()
+    whole = complete(replay, tmp_path / "whole", None, real_engines=True, timeout_s=120)
 
-    resumed, whole = Outcome(killed), Outcome(tmp_path / "whole")
     assert [row["step"] for row in resumed.metrics] == list(range(1, NUM_STEPS + 1))
     assert sum(row["optimizer/grad_norm"] > 0 for row in resumed.metrics) > NUM_STEPS / 2  # two responses may get the same reward
     for ours, theirs in zip(resumed.metrics, whole.metrics, strict=True):
         assert ours["mismatch/probability_difference"] < 1e-4, "sampled with other weights than the trainer's"
         assert ours.keys() - theirs.keys() == {"rewards/failures", "weights/version"}  # of engines
         assert {name: ours[name] for name in theirs} == theirs
-    assert whole.weights.names == resumed.weights.names
-    for name in whole.weights.names:
-        assert torch.equal(whole.weights.get(name), resumed.weights.get(name)), name
+    assert_same_weights(resumed, whole)
     assert_visits_each_prompt_once(resumed)
     newest = checkpoint.latest(killed / "checkpoints")
     assert newest is not None and checkpoint.read_state(newest)["step"] == NUM_STEPS
