@@ -105,6 +105,12 @@ class Countdown:
         print(f"{done}/{self._total} {self._unit}  elapsed {_duration(now - self._started)}  remaining {remaining}", flush=True)
 
 
+def count_down_bytes(total_bytes: int, *, show: bool) -> Callable[[int], None]:
+    """Takes the bytes done and shows them in MiB as a `Countdown`, or does nothing."""
+    countdown = Countdown("MiB", total_bytes >> 20) if show else None
+    return lambda num_bytes: countdown.update(num_bytes >> 20) if countdown else None
+
+
 def summary_table(rows: Sequence[tuple[str, float | str | Path]], console: Console | None = None) -> None:
     """Prints name and value under each other at the end of a run. Paths stay on one line, whatever the width, so that they can be copied."""
     console = console or Console(highlight=False)

@@ -24,7 +24,7 @@ from otb_megatron.mcore.model import Model, build_model, whole_on_one_rank
 from otb_megatron.mcore.parallel import Parallel, start_parallel, stop_parallel, world
 from otb_megatron.mcore.shards import FullWeights, check_names, load_weights, num_local_bytes
 from otb_megatron.mcore.step import evaluate
-from otb_megatron.telemetry.console import Countdown
+from otb_megatron.telemetry.console import count_down_bytes
 from otb_megatron.trainer.batch import distribute, gather_statistics
 from otb_megatron.trainer.driver import Driver, found_by_all
 from otb_megatron.trainer.learner import complete_save, export_weights, restore
@@ -76,13 +76,8 @@ def import_model(config: Config) -> Path | None:
         driver.run("looking for checkpoints", lambda: _check_empty(root))
         driver.run("comparing checksums", Checkpoint(hf.path).check)
         model = build_model(config, hf, parallel)
-        countdown = Countdown("MiB", num_local_bytes(model) >> 20) if config.telemetry.progress and driver.is_driver else None
-
-        def show(num_bytes: int) -> None:
-            if countdown is not None:
-                countdown.update(num_bytes >> 20)
-
-        driver.together("loading the weights", lambda: load_weights(model, Checkpoint(hf.path), show))
+        progress = count_down_bytes(num_local_bytes(model), show=config.telemetry.progress and driver.is_driver)
+        driver.together("loading the weights", lambda: load_weights(model, Checkpoint(hf.path), progress))
         sizes = {"policy": FullWeights(model).num_parameters}
         driver.run("making room for a checkpoint", lambda: checkpoint.begin(root, 0, sizes, weights_only=True))
         state = {"step": 0, "weights_only": True, "networks": {"policy": {"model": checkpoint.identity(hf)}}}

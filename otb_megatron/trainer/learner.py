@@ -18,7 +18,7 @@ from otb_megatron.mcore.parallel import Parallel
 from otb_megatron.mcore.shards import FullWeights, load_weights
 from otb_megatron.mcore.step import LocalOutput, ReferenceWeights, evaluate, train_step
 from otb_megatron.rollout.transfer import TensorMetadata
-from otb_megatron.telemetry.console import Countdown
+from otb_megatron.telemetry.console import count_down_bytes
 from otb_megatron.telemetry.metrics import Metrics
 from otb_megatron.trainer.batch import Batch
 from otb_megatron.trainer.driver import Driver
@@ -201,7 +201,6 @@ def export_weights(weights: FullWeights, driver: Driver, source: Path, directory
 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         assert export is not None
-        countdown = Countdown("MiB", export.total_bytes >> 20) if show_progress else None
-        export.write(tensors, lambda num_bytes: countdown.update(num_bytes >> 20) if countdown else None)
+        export.write(tensors, count_down_bytes(export.total_bytes, show=show_progress))
 
     stream_weights(weights, driver, "the export", write, first)
